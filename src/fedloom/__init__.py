@@ -1,0 +1,31 @@
+"""FedLoom: federated learning when clients differ.
+
+`run` trains and compares methods from Python, `load_run` opens what a run left. The names are imported on first
+use, so that `import fedloom` is instant.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = ["FedloomError", "Run", "__version__", "load_run", "run"]
+
+_HOMES = {"run": "fedloom.api", "load_run": "fedloom.api", "Run": "fedloom.api", "FedloomError": "fedloom.core.errors"}
+
+if TYPE_CHECKING:
+    from fedloom.api import Run, load_run, run
+    from fedloom.core.errors import FedloomError
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedloom' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

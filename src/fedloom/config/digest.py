@@ -1,0 +1,35 @@
+"""The hash that names a configuration: equal for runs that must give equal results."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+NEUTRAL = (("engine", "name"), ("engine", "runtime"), ("engine", "workers"), ("data", "root"))
+
+
+def config_hash(tree: Mapping[str, Any], fingerprint: str, device: str, memory_format: str) -> str:
+    """SHA-256 of the resolved tree in canonical JSON, without what cannot change a result.
+
+    Left out: engine.name, engine.runtime, engine.workers, data.root (the data's content `fingerprint` stands
+    for it, and for the path in `folder:` and `parquet:` names) and the tracker; output folder and logging are no
+    part of the tree. device: kind of the device that was found. memory_format: what the run really uses.
+    """
+    tree = copy.deepcopy(dict(tree))
+    for section, key in NEUTRAL:
+        tree.get(section, {}).pop(key, None)
+    tree.pop("tracker", None)
+    tree["data"]["name"] = data_kind(tree["data"]["name"])
+    tree["engine"]["device"] = device
+    tree["training"]["memory_format"] = memory_format
+    text = json.dumps({"tree": tree, "data": fingerprint}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def data_kind(name: str) -> str:
+    """The name without what depends on the machine: `folder:/home/me/x` -> `folder:`."""
+    head, colon, _ = name.partition(":")
+    return head + colon if colon else name

@@ -1,0 +1,142 @@
+"""Partitions: the labels of one task -> which client holds which example. One frozen dataclass per rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from fedloom.core import ConfigError, DataError
+from fedloom.core.errors import closest, unknown
+from fedloom.core.seeds import seed_for
+from fedloom.data.dirichlet import Dirichlet, from_owners, repair
+from fedloom.data.flower_partition import FlowerPartition
+from fedloom.data.parts import Listed, Parts, Windows
+from fedloom.data.quantity_label import QuantityLabel
+from fedloom.data.ranges import at_least, feasible, positive
+
+
+class Partition(Protocol):
+    """A rule. `overlaps`: an example may be held by several clients."""
+
+    overlaps: bool
+
+    def split(self, y: np.ndarray, clients: int, seed: int) -> tuple[Parts, list[str]]:
+        """Positions in `y` (int64 class ids of one task) per client, and notes on what was clamped or missed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Iid:
+    """Equal shares of a random order; sizes differ by at most one."""
+
+    overlaps = False
+
+    def split(self, y: np.ndarray, clients: int, seed: int) -> tuple[Parts, list[str]]:
+        """See `Partition.split`."""
+        order = np.random.default_rng(seed).permutation(len(y))
+        return Listed.of(np.array_split(order, clients)), []
+
+
+@dataclass(frozen=True)
+class QuantitySkew:
+    """Sizes drawn from Dir(alpha), labels alike on all clients (NIID-Bench "q ~ Dir(beta)").
+
+    min_size: examples that every client gets; the largest clients give, so it always ends.
+    """
+
+    alpha: float = 0.5
+    min_size: int = 0
+    overlaps = False
+
+    def __post_init__(self) -> None:
+        positive("partition.alpha", self.alpha)
+        at_least("partition.min_size", self.min_size, 0)
+
+    def split(self, y: np.ndarray, clients: int, seed: int) -> tuple[Parts, list[str]]:
+        """See `Partition.split`."""
+        feasible(len(y), clients, self.min_size)
+        rng = np.random.default_rng(seed)
+        shares = rng.dirichlet(np.full(clients, self.alpha))
+        cuts = np.concatenate([[0], np.floor(np.cumsum(shares)[:-1] * len(y)), [len(y)]]).astype(np.int64)
+        owners = np.empty(len(y), np.int64)
+        owners[rng.permutation(len(y))] = np.repeat(np.arange(clients), np.diff(cuts))
+        return from_owners(repair(owners, clients, self.min_size, rng), clients), []
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Client i reads `per_client` examples by index, with overlap; costs the same for any number of clients."""
+
+    per_client: int = 50
+    overlaps = True
+
+    def __post_init__(self) -> None:
+        at_least("partition.per_client", self.per_client, 1)
+
+    def split(self, y: np.ndarray, clients: int, seed: int) -> tuple[Parts, list[str]]:
+        """See `Partition.split`."""
+        width = min(self.per_client, len(y))
+        notes = []
+        if width < self.per_client:
+            notes.append(f"partition.per_client {self.per_client} was lowered to the {width} examples of the task")
+        return Windows(np.random.default_rng(seed).permutation(len(y)), clients, width), notes
+
+
+KINDS: Mapping[str, type[Any]] = {
+    "iid": Iid,
+    "dirichlet": Dirichlet,
+    "quantity_label": QuantityLabel,
+    "quantity_skew": QuantitySkew,
+    "shared": Shared,
+}
+FLOWER = "flwr:"
+
+
+def make_partition(kind: str, options: Mapping[str, Any]) -> tuple[Partition, list[str]]:
+    """The rule of that name with its options (None: default), and notes on options that it does not use.
+
+    Raises `ConfigError` for an unknown kind, an option that no kind knows, and values out of range.
+    """
+    if isinstance(kind, str) and kind.startswith(FLOWER):
+        extra = sorted(k for k, v in options.items() if v is not None and k != "options")
+        return FlowerPartition(kind.removeprefix(FLOWER), dict(options.get("options") or {})), _unused(kind, extra)
+    if kind not in KINDS:
+        raise ConfigError(unknown("partition.kind", kind, [*KINDS, "flwr:PartitionerClass"]))
+    known = {f.name for f in fields(KINDS[kind])}
+    given = {k: v for k, v in options.items() if v is not None}
+    return KINDS[kind](**{k: v for k, v in given.items() if k in known}), _unused(kind, sorted(given.keys() - known))
+
+
+def _unused(kind: str, names: list[str]) -> list[str]:
+    anywhere = {f.name for k in KINDS.values() for f in fields(k)} | {"options"}
+    for name in names:
+        if name not in anywhere:
+            raise ConfigError(f"unknown option 'partition.{name}'.{closest(name, anywhere)} Known: {sorted(anywhere)}")
+    return [f"partition.{name} is not used by the kind '{kind}'" for name in names]
+
+
+def partition_task(
+    rule: Partition, labels: np.ndarray, rows: np.ndarray, clients: int, *, seed: int, task: int
+) -> tuple[Parts, list[str]]:
+    """Apply a rule to the examples of one task: `rows` of a source with their `labels`.
+
+    The draw is a function of (seed, task); every task has one of its own.
+    """
+    parts, notes = rule.split(labels, clients, seed_for(seed, "partition", task))
+    if isinstance(parts, Windows):
+        return Windows(rows[parts.order], parts.clients, parts.width), notes
+    assert isinstance(parts, Listed)
+    return Listed(rows[parts.order], parts.bounds), notes
+
+
+def check_clients(rule: Partition, clients: int, examples: int) -> None:
+    """Raise unless there are clients, and at least one example for each where examples are not shared."""
+    at_least("partition.clients", clients, 1)
+    if clients > examples and not rule.overlaps:
+        raise DataError(
+            f"partition.clients is {clients} but there are only {examples} training examples; use at most "
+            f"{examples} clients, or partition.kind: shared"
+        )

@@ -1,0 +1,201 @@
+"""A data set in memory: stored inputs, class ids, names and statistics."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.core import DataError
+from fedloom.core.seeds import seed_for
+from fedloom.data.cache import Cache, default_folder
+
+FIELDS = ("x_train", "y_train", "x_test", "y_test")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Stored inputs and labels of one data set; tensors may be memory-mapped and are never written.
+
+    x_*: uint8 [n, channels, height, width] for images, float32 otherwise; y_*: int64 [n], ids of `class_names`.
+    mean, std: per channel, of inputs scaled to [0, 1]; empty where inputs are used as they are.
+    fingerprint: SHA-256 of tensors, class names and statistics. granularity: task counts by name ("coarse", "fine").
+    notes: sentences on what was changed while reading. cache: folder for hand-over to other processes.
+
+    Pickling writes the tensors to the content cache once and passes a reference, so that every process maps the
+    same pages; where the cache cannot be written, the tensors themselves travel.
+    """
+
+    name: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    fingerprint: str
+    granularity: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    cache: Path | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one stored input."""
+        return tuple(self.x_train.shape[1:])
+
+    def save(self) -> bool:
+        """Write the tensors to the content cache unless they are there; False where it cannot be written."""
+        store = Cache(self.cache or default_folder())
+        return store.read(self.fingerprint) is not None or store.write(self.fingerprint, *self._content())
+
+    def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        arrays = {name: getattr(self, name).numpy() for name in FIELDS}
+        return arrays, {"class_names": list(self.class_names), "mean": list(self.mean), "std": list(self.std)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        extra = {"name": self.name, "granularity": dict(self.granularity), "notes": self.notes, "cache": self.cache}
+        if self.save():
+            return _from_cache, (self.fingerprint, str(self.cache or default_folder()), extra)
+        arrays, meta = self._content()
+        return _from_arrays, (self.fingerprint, arrays, meta, extra)
+
+
+def _from_arrays(fingerprint: str, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], extra: Any) -> Source:
+    tensors = {name: torch.from_numpy(arrays[name]) for name in FIELDS}
+    names, mean, std = (tuple(meta[k]) for k in ("class_names", "mean", "std"))
+    return Source(**tensors, class_names=names, mean=mean, std=std, fingerprint=fingerprint, **extra)
+
+
+def _from_cache(fingerprint: str, folder: str, extra: Any) -> Source:
+    found = restore(fingerprint, Cache(Path(folder)), **extra)
+    if found is None:
+        raise DataError(f"cached data {fingerprint[:12]} are no longer in '{folder}'; start the run again")
+    return found
+
+
+def restore(fingerprint: str, store: Cache, **extra: Any) -> Source | None:
+    """Open a source from the cache, memory-mapped; None when it is absent or damaged.
+
+    extra: `name`, `granularity`, `notes`, `cache` of the source.
+    """
+    found = store.read(fingerprint)
+    if found is None or any(name not in found[0] for name in FIELDS):
+        return None
+    return _from_arrays(fingerprint, *found, extra)
+
+
+def assemble(
+    name: str,
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray] | None,
+    class_names: Sequence[str],
+    *,
+    statistics: tuple[Sequence[float], Sequence[float]] | None = None,
+    test_fraction: float = 0.2,
+    split_seed: int = 0,
+    notes: Sequence[str] = (),
+    **extra: Any,
+) -> Source:
+    """Check both splits, split off a test set where none is given, take statistics and the fingerprint.
+
+    train, test: (stored inputs, class ids). statistics: (mean, std), measured on the train split when None.
+    Raises `DataError` for empty or unequal splits and for NaN or infinite inputs.
+    """
+    for split, pair in (("train", train), ("test", test)):
+        if pair is not None:
+            _check(name, split, *pair)
+    if test is None:
+        train, test = stratified_split(*train, fraction=test_fraction, seed=split_seed, where=name)
+    if train[0].shape[1:] != test[0].shape[1:]:
+        raise DataError(
+            f"data '{name}': train inputs have shape {train[0].shape[1:]} and test inputs {test[0].shape[1:]}; "
+            "give both the same shape (data.image_size resizes images)"
+        )
+    tensors = dict(zip(FIELDS, map(_tensor, (*train, *test)), strict=True))
+    mean, std = measure(tensors["x_train"]) if statistics is None else statistics
+    source = Source(
+        name=name, **tensors, class_names=tuple(class_names), mean=tuple(map(float, mean)), std=tuple(map(float, std)),
+        fingerprint="", notes=tuple(notes), **extra,
+    )  # fmt: skip
+    return replace(source, fingerprint=_fingerprint(source))
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _check(name: str, split: str, x: np.ndarray, y: np.ndarray) -> None:
+    if len(x) != len(y):
+        raise DataError(f"data '{name}': the {split} split has {len(x)} inputs but {len(y)} labels; make them equal")
+    if len(x) == 0:
+        raise DataError(f"data '{name}': the {split} split is empty; it needs at least one example")
+    if x.dtype.kind == "f":
+        bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))
+        if len(bad):
+            raise DataError(
+                f"data '{name}': {len(bad)} {split} inputs hold NaN or infinite values, the first at position "
+                f"{bad[0]}; fill or drop them"
+            )
+
+
+def stratified_split(
+    x: np.ndarray, y: np.ndarray, *, fraction: float, seed: int, where: str
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Take `fraction` of every class as the test split; a class keeps at least one training example.
+
+    The draw depends on `seed` alone, never on the seed of a run: all runs are tested on the same examples.
+    """
+    if not 0 < fraction < 1:
+        raise DataError(f"data.test_fraction must be in (0, 1), got {fraction}")
+    rng = np.random.default_rng(seed_for(seed, "test-split"))
+    test_mask = np.zeros(len(y), dtype=bool)
+    for label in np.unique(y):
+        rows = np.flatnonzero(y == label)
+        count = min(max(1, round(fraction * len(rows))), len(rows) - 1)
+        test_mask[rng.permutation(rows)[:count]] = True
+    if not test_mask.any():
+        raise DataError(f"data '{where}' has one example per class, so no test split can be taken; pass one")
+    return (x[~test_mask], y[~test_mask]), (x[test_mask], y[test_mask])
+
+
+def measure(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of uint8 inputs scaled to [0, 1]; nothing for float inputs.
+
+    Exact: sums over the 256 possible values. Inputs without a channel dimension get one number. A constant
+    channel gets the deviation 1.
+    """
+    if x.dtype != torch.uint8:
+        return (), ()
+    channels = x.shape[1] if x.dim() == 4 else 1
+    values = torch.arange(256, dtype=torch.float64) / 255
+    counts = torch.zeros(channels, 256, dtype=torch.float64)
+    for part in x.split(4096):
+        planes = part.transpose(0, 1).reshape(channels, -1) if x.dim() == 4 else part.reshape(1, -1)
+        counts += torch.stack([torch.bincount(plane, minlength=256) for plane in planes])
+    share = counts / counts.sum(1, keepdim=True)
+    mean = share @ values
+    std = (share @ values.square() - mean.square()).clamp_min(0).sqrt()
+    std = torch.where(std > 1e-6, std, torch.ones_like(std))
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def _fingerprint(source: Source) -> str:
+    arrays, meta = source._content()
+    sha = hashlib.sha256(repr(sorted(meta.items())).encode())
+    for name, array in arrays.items():
+        sha.update(f"\x1e{name}\x1f{array.dtype}\x1f{array.shape}\x1f".encode())
+        sha.update(memoryview(array.reshape(-1).view(np.uint8)))
+    return sha.hexdigest()

@@ -1,0 +1,271 @@
+"""`load_source`: a name, a path or arrays -> a data set in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedloom.core import DataError
+from fedloom.core.errors import unknown
+from fedloom.data.arrays import from_arrays
+from fedloom.data.cache import Cache, default_folder, digest
+from fedloom.data.catalogue import ALIASES, BUNDLED, ENTRIES, Entry
+from fedloom.data.images import channels_of, decode, to_size
+from fedloom.data.labels import index_labels
+from fedloom.data.reading import TEST_NAMES, Reading
+from fedloom.data.source import Source, assemble, restore
+from fedloom.data.tables import Table, read_parquet, source_from_tables, split_files
+
+VERSION = 1  # of the decoding; part of every key, so that tensors of an older decoding are never served
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+
+
+def load_source(
+    name: Any,
+    *,
+    root: str | Path | None = None,
+    cache: str | Path | None = None,
+    image: str | None = None,
+    label: str | None = None,
+    config: str | None = None,
+    train_split: str | None = None,
+    test_split: str | None = None,
+    image_size: int | Sequence[int] | None = None,
+    test_fraction: float = 0.2,
+    split_seed: int = 0,
+) -> Source:
+    """Load a data set.
+
+    name: a name of the catalogue or of the hub ("uoft-cs/cifar100"), "folder:PATH", "parquet:PATH",
+    "stored:FINGERPRINT" (see `store_source`), or arrays, tensors or torch datasets (see `from_arrays`).
+    root: local mirror of hub repositories, `FEDLOOM_DATA` by default; without one the hub and its cache are used.
+    cache: folder of decoded tensors, `FEDLOOM_CACHE` or `~/.cache/fedloom` by default.
+    image, label, config, train_split, test_split: columns, configuration and splits; detected when None.
+    image_size: resize images. test_fraction, split_seed: the test part of data without a test split.
+    Raises `DataError` that names what is missing or broken and how to mend it.
+    """
+    reading = Reading(
+        image, label, config, train_split, test_split, to_size(image_size), test_fraction, split_seed
+    )  # fmt: skip
+    store = Cache(Path(cache) if cache else default_folder())
+    keep = {"cache": Path(cache) if cache else None}
+    if not isinstance(name, str):
+        return from_arrays(name, test_fraction=test_fraction, split_seed=split_seed, **keep)
+    scheme, _, rest = name.partition(":")
+    if scheme == "stored":
+        return _stored(rest, store, keep)
+    if scheme == "folder":
+        return _folder(name, _path(name, rest), reading, store, keep)
+    if scheme == "parquet":
+        return _parquet(name, _path(name, rest), reading, store, keep)
+    hub = ALIASES.get(name.lower(), name)
+    if hub == BUNDLED:
+        return _digits(reading, store, keep)
+    if hub not in ENTRIES and hub.count("/") != 1:
+        raise DataError(unknown("data set", name, [*ENTRIES, "folder:PATH", "parquet:PATH"]))
+    return _repository(hub, root or os.environ.get("FEDLOOM_DATA"), reading, store, keep)
+
+
+def store_source(source: Source) -> str:
+    """Keep a source in the content cache and return its name for `load_source`.
+
+    Raises `DataError` when the cache folder cannot be written.
+    """
+    folder = source.cache or default_folder()
+    if not source.save():
+        raise DataError(f"cache folder '{folder}' cannot be written; set FEDLOOM_CACHE to a folder that can")
+    Cache(folder).remember(f"stored-{source.fingerprint}", {"notes": list(source.notes), "name": source.name})
+    return f"stored:{source.fingerprint}"
+
+
+def _stored(fingerprint: str, store: Cache, keep: Mapping[str, Any]) -> Source:
+    about = store.recall(f"stored-{fingerprint}") if fingerprint.isalnum() else None
+    found = about and restore(fingerprint, store, name=about["name"], notes=tuple(about["notes"]), **keep)
+    if not found:
+        raise DataError(
+            f"data.name 'stored:{fingerprint[:12]}' is not in the cache folder '{store.folder}'; pass the arrays again"
+        )
+    return found
+
+
+def _through_cache(store: Cache, key: Any, build: Callable[[], Source], extra: Mapping[str, Any]) -> Source:
+    """Open what an earlier call decoded, or decode, keep, and open it mapped so that processes share its pages."""
+    name = digest([VERSION, key])
+    known = store.recall(name)
+    if known and isinstance(known.get("fingerprint"), str):
+        found = restore(known["fingerprint"], store, notes=tuple(known.get("notes", ())), **extra)
+        if found is not None:
+            return found
+    source = build()
+    if not source.save():
+        return source
+    store.remember(name, {"fingerprint": source.fingerprint, "notes": list(source.notes)})
+    return restore(source.fingerprint, store, notes=source.notes, **extra) or source
+
+
+def _path(name: str, text: str) -> Path:
+    path = Path(text).expanduser()
+    if not text or not path.exists():
+        raise DataError(f"data.name '{name}': there is nothing at '{path}'; give the path of existing data")
+    return path
+
+
+def _digits(reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
+    from importlib.metadata import version
+
+    extra = {"name": BUNDLED, "granularity": dict(ENTRIES[BUNDLED].granularity), **keep}
+
+    def build() -> Source:
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        x = np.round(found.images * (255 / 16)).astype(np.uint8)[:, None]
+        pair = (x, found.target.astype(np.int64))
+        names = [str(c) for c in range(10)]
+        return assemble(
+            BUNDLED, pair, None, names, test_fraction=reading.test_fraction,
+            split_seed=reading.split_seed, **{k: v for k, v in extra.items() if k != "name"},
+        )  # fmt: skip
+
+    key = ["digits", version("scikit-learn"), reading.test_fraction, reading.split_seed]
+    return _through_cache(store, key, build, extra)
+
+
+def _parquet(name: str, path: Path, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
+    base = path if path.is_dir() else path.parent
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"data.name '{name}': folder '{path}' holds no parquet file")
+    return _from_parquet(files, base, reading, store, {"name": name, **keep})
+
+
+def _from_parquet(
+    files: Sequence[Path], base: Path, reading: Reading, store: Cache, extra: Mapping[str, Any], **more: Any
+) -> Source:
+    def build() -> Source:
+        tables = {split: read_parquet(part) for split, part in split_files(files, base).items()}
+        return source_from_tables(tables=tables, reading=reading, **extra, **more)
+
+    key = ["tables", store.content_hash(files, base), asdict(reading), more.get("statistics")]
+    return _through_cache(store, key, build, extra)
+
+
+def _repository(hub: str, root: str | Path | None, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
+    entry = ENTRIES.get(hub, Entry(hub, "", train_split=None))
+    given = {k: v for k, v in asdict(reading).items() if v is not None}
+    known = {k: getattr(entry, k) for k in ("image", "label", "config", "train_split", "test_split")}
+    reading = replace(Reading(**(known | given)), single=hub in ENTRIES and entry.test_split is None)
+    extra = {"name": hub, "granularity": dict(entry.granularity), **keep}
+    if root is None:
+        return _from_hub(hub, reading, store, extra, entry.statistics)
+    base = Path(root).expanduser() / hub
+    files = sorted(base.rglob("*.parquet"))
+    if not files:
+        raise DataError(
+            f"data.root '{root}' has no data set '{hub}': no parquet file in '{base}'. Fetch it there with "
+            f"'hf download {hub} --repo-type dataset --local-dir {base}', or unset data.root and FEDLOOM_DATA to use the hub"
+        )
+    files = _of_config(hub, files, base, reading.config)
+    return _from_parquet(files, base, reading, store, extra, statistics=entry.statistics)
+
+
+def _of_config(hub: str, files: Sequence[Path], base: Path, config: str | None) -> list[Path]:
+    """Keep the files of one configuration; repositories with one have no folder for it, or a folder of its name."""
+    chosen = [p for p in files if config in p.relative_to(base).parts[:-1]]
+    if chosen:
+        return chosen
+    folders = sorted({"/".join(p.relative_to(base).parts[:-1]) for p in files})
+    if config is not None and hub not in ENTRIES:
+        raise DataError(f"data '{hub}' has no configuration '{config}' in '{base}'; found: {', '.join(folders)}")
+    if len({f for f in folders if f.rsplit("/", 1)[-1] not in ("train", *TEST_NAMES)}) > 1:
+        raise DataError(f"data '{hub}' has several configurations; set data.config to one of: {', '.join(folders)}")
+    return list(files)
+
+
+def _from_hub(hub: str, reading: Reading, store: Cache, extra: Mapping[str, Any], statistics: Any) -> Source:
+    """Read through the `datasets` library; a second start finds its Arrow files and does not import it."""
+    memo = digest(["hub", hub, reading.config, os.environ.get("HF_HOME"), os.environ.get("HF_DATASETS_CACHE")])
+    key = _hub_key((store.recall(memo) or {}).get("files"), reading, store, statistics)
+    tables: dict[str, Table] = {}
+    if key is None:
+        tables, files = _hub_tables(hub, reading.config)
+        store.remember(memo, {"files": files})
+        key = _hub_key(files, reading, store, statistics) or ["hub", hub, os.urandom(16).hex()]
+
+    def build() -> Source:
+        found = tables or _hub_tables(hub, reading.config)[0]
+        return source_from_tables(tables=found, reading=reading, statistics=statistics, **extra)
+
+    return _through_cache(store, key, build, extra)
+
+
+def _hub_key(files: Sequence[str] | None, reading: Reading, store: Cache, statistics: Any) -> list[Any] | None:
+    paths = [Path(f) for f in files or ()]
+    if not paths or not all(p.is_file() for p in paths):
+        return None
+    shared = Path(os.path.commonpath([p.parent for p in paths]))
+    return ["hub", store.content_hash(paths, shared), asdict(reading), statistics]
+
+
+def _hub_tables(hub: str, config: str | None) -> tuple[dict[str, Table], list[str]]:
+    import datasets
+
+    try:
+        found = datasets.load_dataset(hub, config)
+    except Exception as error:  # the library raises many kinds: offline, missing, gated, unknown configuration
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"data.name '{hub}' is neither in the Hugging Face cache nor to be had from the hub ({reason}); check the "
+            "name and the network, or name a local mirror with data.root or FEDLOOM_DATA"
+        ) from error
+    tables = {}
+    for split, part in found.items():
+        for column, feature in part.features.items():
+            if isinstance(feature, datasets.Image):
+                part = part.cast_column(column, datasets.Image(decode=False))
+        arrow = part.with_format("arrow")[:]
+        tables[str(split)] = Table(arrow, part.features.to_dict(), _row_of(hub, str(split)))
+    return tables, sorted(f["filename"] for part in found.values() for f in part.cache_files)
+
+
+def _row_of(hub: str, split: str) -> Callable[[int], str]:
+    return lambda row: f"row {row} of split '{split}' of '{hub}'"
+
+
+def _folder(name: str, path: Path, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
+    if not path.is_dir():
+        raise DataError(f"data.name '{name}': '{path}' is not a folder; use parquet:PATH for a parquet file")
+    splits = {d.name: d for d in path.iterdir() if d.is_dir() and d.name in ("train", *TEST_NAMES)}
+    train, test = reading.splits(splits, f"folder '{path}'") if "train" in splits else (None, None)
+    roots = [splits[s] for s in (train, test) if s] or [path]
+    listed = [_images_below(root) for root in roots]
+    empty = next((root for root, files in zip(roots, listed, strict=True) if not files), None)
+    if empty is not None:
+        raise DataError(f"data.name '{name}': '{empty}' holds no images in class folders (one subfolder per class)")
+    files = [p for part in listed for p in part]
+    extra = {"name": name, **keep}
+
+    def build() -> Source:
+        blobs = [[p.read_bytes for p in part] for part in listed]
+        where = [lambda i, part=part: f"image '{part[i]}'" for part in listed]
+        channels = max(channels_of(b, w) for b, w in zip(blobs, where, strict=True))
+        xs = [decode(b, channels, reading.image_size, w) for b, w in zip(blobs, where, strict=True)]
+        raw = [[p.relative_to(root).parts[0] for p in part] for root, part in zip(roots, listed, strict=True)]
+        y_train, y_test, names, _ = index_labels(*raw, where=f"class folders of '{path}'")
+        pair = None if y_test is None else (xs[1], y_test)
+        options = {"test_fraction": reading.test_fraction, "split_seed": reading.split_seed}
+        return assemble(name, (xs[0], y_train), pair, names, **options, **keep)
+
+    key = ["folder", store.content_hash(files, path), asdict(reading)]
+    return _through_cache(store, key, build, extra)
+
+
+def _images_below(root: Path) -> list[Path]:
+    return sorted(
+        p for d in root.iterdir() if d.is_dir() for p in d.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES
+    )

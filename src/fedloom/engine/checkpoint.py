@@ -1,0 +1,146 @@
+"""Checkpoints: everything that a run needs to go on as if it had never stopped.
+
+A checkpoint is a folder that appears whole or not at all. All random streams are functions of the position, so
+the position stands for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedloom.core import CheckpointError, Payload
+from fedloom.engine.files import (
+    disk_errors,
+    file_sha256,
+    load_payload,
+    save_payload,
+    sync_folder,
+    write_json,
+)
+from fedloom.engine.store import ClientStore
+
+
+@dataclass
+class Progress:
+    """Where a run stands, and what it has counted so far.
+
+    stage, trip: the next trip to make. versions: state of each client that has one. matrix: rows of accuracies
+    per task (None: not evaluated). test_counts: test examples per task.
+    """
+
+    stage: int = 0
+    trip: int = 0
+    versions: dict[int, str] = field(default_factory=dict)
+    matrix: list[list[float | None]] = field(default_factory=list)
+    test_counts: list[int] = field(default_factory=list)
+    rounds: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    rejected_updates: int = 0
+    failed_clients: int = 0
+    degraded_rounds: int = 0
+    train_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    last_stage_row: dict[str, Any] = field(default_factory=dict)
+    metrics_size: int = 0
+    served: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Progress:
+        """From its JSON form."""
+        return cls(**{**record, "versions": {int(c): v for c, v in record["versions"].items()}})
+
+
+class Checkpoints:
+    """The checkpoints of one run folder; at most `keep` are kept."""
+
+    def __init__(self, run: Path, keep: int, config_hash: str):
+        self.folder, self.keep, self.config_hash = run / "checkpoints", keep, config_hash
+        self.store = ClientStore(run / "clients")
+
+    def save(self, server: Payload, progress: Progress) -> None:
+        """Write server state and progress; older checkpoints and unreferenced client states are then removed."""
+        name = f"stage{progress.stage:04d}-trip{progress.trip:05d}"
+        temporary, final = self.folder / f".{name}.tmp", self.folder / name
+        with disk_errors(final):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        try:
+            save_payload(temporary / "server.safetensors", server)
+            write_json(temporary / "meta.json", self._meta(progress, temporary / "server.safetensors"))
+            with disk_errors(final):
+                if final.exists():
+                    shutil.rmtree(final)
+                os.replace(temporary, final)
+                sync_folder(self.folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._prune()
+
+    def load(self, note: Any) -> tuple[Payload, Progress] | None:
+        """The newest sound checkpoint; None when there is none at all.
+
+        A damaged one is passed over with a note; `CheckpointError` when all are damaged or when the
+        configuration has changed.
+        """
+        found = self._all()
+        for path in reversed(found):
+            try:
+                return self._read(path)
+            except CheckpointError as error:
+                if "configuration" in str(error):
+                    raise
+                note(f"{error}; trying the one before")
+        if found:
+            raise CheckpointError(f"every checkpoint in {self.folder} is damaged; run the configuration again")
+        return None
+
+    def _read(self, path: Path) -> tuple[Payload, Progress]:
+        try:
+            meta = json.loads((path / "meta.json").read_text())
+            progress, sha = Progress.of(meta["progress"]), meta["server_sha256"]
+            sound = file_sha256(path / "server.safetensors") == sha
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"checkpoint {path} is damaged ({error})") from error
+        if not sound:
+            raise CheckpointError(f"checkpoint {path} is damaged (its server state has changed on disk)")
+        if meta["config_hash"] != self.config_hash:
+            raise CheckpointError(
+                f"the configuration of {path.parent.parent} has changed since its checkpoint was written; "
+                "restore config.yaml, or start a new run with the changed one"
+            )
+        for client, version in progress.versions.items():
+            self.store.load(client, version)
+        return load_payload(path / "server.safetensors"), progress
+
+    def _meta(self, progress: Progress, server: Path) -> dict[str, Any]:
+        from fedloom import __version__
+
+        return {
+            "progress": asdict(progress),
+            "server_sha256": file_sha256(server),
+            "config_hash": self.config_hash,
+            "fedloom": __version__,
+            "torch": str(torch.__version__),
+        }
+
+    def _all(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return sorted(path for path in self.folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+    def _prune(self) -> None:
+        found = self._all()
+        for path in found[: -self.keep]:
+            shutil.rmtree(path, ignore_errors=True)
+        kept = [json.loads((path / "meta.json").read_text())["progress"]["versions"] for path in found[-self.keep :]]
+        self.store.prune([{int(client): version for client, version in index.items()} for index in kept])

@@ -1,0 +1,118 @@
+"""Evaluation of one stage: the global view on every task seen, and each client's own view where it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from fedloom.core import ClientId, Payload
+from fedloom.engine.checkpoint import Progress
+from fedloom.engine.experiment import Experiment
+from fedloom.engine.runtime import CHUNK, Measured, Probe
+from fedloom.engine.serial import Workforce
+from fedloom.evaluate.personal import expected_accuracy, spread
+from fedloom.evaluate.predict import Counts
+
+
+def evaluate_stage(
+    experiment: Experiment,
+    force: Workforce,
+    server: Payload,
+    progress: Progress,
+    stage: int,
+    *,
+    personal: bool,
+    final: bool,
+    stop: Callable[[], bool],
+) -> dict[str, Any]:
+    """Evaluate after a stage (`final`) or inside one; a row of scope "stage".
+
+    Accuracy is over the test examples of every class seen so far, without task id. With `final` the row of the
+    accuracy matrix is kept in `progress`. Clients are those that have taken part.
+    """
+    plan, context = experiment.plan, force.runtime.context
+    seen = plan.stage(stage).seen
+    tasks = [j for j, classes in enumerate(plan.tasks) if set(classes) & set(seen)]
+
+    def down(client: ClientId | None) -> Payload:
+        return experiment.method.send(server, client, context(stage, exchange="evaluate", client=client))
+
+    counts = _measure(experiment, force, stage, [None], tasks, progress, down, stop)[None]
+    accuracies = counts.task_accuracies(plan.tasks)
+    row: dict[str, Any] = {"stage": stage, "round": None, "exchange": None, "scope": "stage"}
+    row |= {
+        "accuracy": counts.accuracy(),
+        "accuracy/current": counts.accuracy(plan.stage(stage).classes),
+        "accuracy/within_task": counts.accuracy_within_task(),
+        "accuracy/tasks": accuracies,
+        "unseen": counts.unseen,
+        "seen_classes": len(seen),
+    }
+    if personal:
+        row |= _clients(experiment, force, stage, tasks, progress, down, counts, stop)
+    if final:
+        progress.matrix.append(accuracies)
+        progress.test_counts = [len(plan.test(j)) for j in range(len(plan.tasks))]
+        progress.last_stage_row = row
+    return row
+
+
+def _measure(
+    experiment: Experiment,
+    force: Workforce,
+    stage: int,
+    clients: Sequence[ClientId | None],
+    tasks: Sequence[int],
+    progress: Progress,
+    down: Callable[[ClientId | None], Payload],
+    stop: Callable[[], bool],
+) -> dict[ClientId | None, Counts]:
+    """Counts per client (None: the global view) over the tasks."""
+    probes = []
+    for client in clients:
+        state = None if client is None else progress.versions.get(client)
+        for task in tasks:
+            for start in range(0, len(experiment.plan.test(task)), CHUNK):
+                size = min(CHUNK, len(experiment.plan.test(task)) - start)
+                probes.append(Probe(client, stage, task, start, start + size, state, size))
+    answers = force.carry_out(probes, down, stop=stop)
+    found: dict[ClientId | None, list[Counts]] = {client: [] for client in clients}
+    for answer in answers:
+        assert isinstance(answer, Measured)
+        found[answer.client].append(answer.counts)
+    zero = Counts.zero(experiment.plan.num_classes)
+    return {client: reduce(add, parts, zero) for client, parts in found.items()}
+
+
+def _clients(
+    experiment: Experiment,
+    force: Workforce,
+    stage: int,
+    tasks: Sequence[int],
+    progress: Progress,
+    down: Callable[[ClientId | None], Payload],
+    common: Counts,
+    stop: Callable[[], bool],
+) -> dict[str, Any]:
+    """Accuracy per client under its own label mix; a client's own view is evaluated only where it has one."""
+    clients = progress.served
+    own = [client for client in clients if client in progress.versions or not _same_view(down(client), down(None))]
+    views = _measure(experiment, force, stage, own, tasks, progress, down, stop) if own else {}
+    accuracies, sizes = [], []
+    for client in clients:
+        labels = experiment.plan.label_counts(client, stage).numpy()
+        by_class = views.get(client, common).class_accuracy()
+        accuracies.append(float(expected_accuracy(by_class, labels)[0]))
+        sizes.append(int(labels.sum()))
+    return spread(np.array(accuracies), np.array(sizes)).metrics()
+
+
+def _same_view(a: Payload, b: Payload) -> bool:
+    """True when both views are made of the very same tensors."""
+    return a.keys() == b.keys() and all(
+        a[f].keys() == b[f].keys() and all(a[f][n] is b[f][n] for n in a[f]) for f in a
+    )

@@ -1,0 +1,344 @@
+"""The one loop: stages, trips, cohorts, merging, evaluation, checkpoints. It knows no method by name."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.core import ClientId, Context, Interrupted, Payload, Reply, RunError, Trip
+from fedloom.core.errors import PayloadError
+from fedloom.core.payload import canonical, check_finite, check_like, check_structure, nbytes
+from fedloom.engine.checkpoint import Checkpoints, Progress
+from fedloom.engine.evaluation import evaluate_stage
+from fedloom.engine.experiment import Experiment, Observer, Options
+from fedloom.engine.folder import RunFolder
+from fedloom.engine.result import conclude
+from fedloom.engine.runtime import Answer, Done, Failed, Work, seeded
+from fedloom.engine.serial import Workforce
+from fedloom.engine.spool import Reader, Ref
+from fedloom.engine.store import version_of
+
+
+def run(experiment: Experiment, options: Options, folder: RunFolder, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+    """Carry out a run from its newest checkpoint, or from the start, and return what it measured.
+
+    Writes metrics.jsonl, accuracy_matrix.csv, checkpoints/ and model/ in the folder. Raises `RunError` when the
+    run cannot go on, `Interrupted` when the user stopped it; what was committed stays and can be resumed.
+    """
+    with Workforce(experiment, folder.path, options.workers, lambda text: _tell(folder, observers, text)) as force:
+        return Loop(experiment, options, folder, observers, force).run()
+
+
+class Loop:
+    """The state of a run in progress. Created by `run`."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        options: Options,
+        folder: RunFolder,
+        observers: Sequence[Observer],
+        force: Workforce,
+    ):
+        self.experiment, self.options, self.folder, self.force = experiment, options, folder, force
+        self.observers, self.reader = observers, Reader()
+        self.checkpoints = Checkpoints(folder.path, options.checkpoint_keep, options.config_hash)
+        self.stop = threading.Event()
+        self.saved: tuple[int, int] | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Every stage, then the result."""
+        self._began = time.perf_counter()
+        server, progress = self._start()
+        self._wall_before = progress.wall_seconds
+        try:
+            with _graceful(self.stop):
+                for stage in range(progress.stage, self.experiment.plan.num_stages):
+                    server = self._stage(stage, server, progress)
+        except Interrupted:
+            server, progress = self._committed
+            if self.options.checkpoint_every and self.saved != (progress.stage, progress.trip):
+                self._checkpoint(server, progress)
+            raise
+        progress.wall_seconds = self._wall()
+        return conclude(self.experiment, self.force.runtime, self.folder, server, progress)
+
+    def note(self, text: str) -> None:
+        """Tell the user and the log."""
+        _tell(self.folder, self.observers, text)
+
+    def context(self, stage: int, trip: Trip, client: ClientId | None = None) -> Context:
+        """A context in this process."""
+        return self.force.runtime.context(stage, trip.round, trip.exchange, client)
+
+    def _start(self) -> tuple[Payload, Progress]:
+        found = self.checkpoints.load(self.note)
+        if found is None:
+            self.checkpoints.store.clear()
+            with seeded(self.experiment.seed, "init"):
+                server = self.experiment.method.init_server(self.context(0, Trip()))
+            check_structure(server, "the server state")
+            found = _fresh(server, self.reader), Progress()
+        else:
+            self.saved = (found[1].stage, found[1].trip)
+        server, progress = found
+        self.folder.rewind(progress.metrics_size)
+        self._committed = server, _copy(progress)
+        info = {
+            "stages": self.experiment.plan.num_stages,
+            "rounds": self.experiment.plan.rounds,
+            "clients": self.experiment.plan.num_clients,
+            "workers": self.options.workers,
+            "resumed_from": f"stage {progress.stage}, trip {progress.trip}" if self.saved else None,
+        }
+        for observer in self.observers:
+            observer.started(info)
+        return server, progress
+
+    def _stage(self, stage: int, server: Payload, progress: Progress) -> Payload:
+        trips = list(self.experiment.method.plan(self.experiment.plan.stage(stage)))
+        for k in range(progress.trip, len(trips)):
+            row, server = self._trip(stage, k, trips[k], server, progress)
+            last = k + 1 == len(trips)
+            every = self.options.evaluate_every
+            if not last and isinstance(every, int) and trips[k].round is not None and (trips[k].round + 1) % every == 0:
+                row |= {"accuracy": self._evaluate(stage, server, progress, row=False)["accuracy"]}
+            self._record(row, "round_done")
+            if last:
+                self._record(self._evaluate(stage, server, progress, row=True), "stage_done")
+            progress.stage, progress.trip = (stage + 1, 0) if last else (stage, k + 1)
+            self._commit(server, progress, forced=last)
+        if not trips:
+            self._record(self._evaluate(stage, server, progress, row=True), "stage_done")
+            progress.stage, progress.trip = stage + 1, 0
+        return server
+
+    def _trip(self, stage: int, k: int, trip: Trip, server: Payload, progress: Progress) -> tuple[dict[str, Any], Payload]:
+        began = time.perf_counter()
+        exchange = self.force.runtime.exchanges[trip.exchange]
+        cohort = self.experiment.draw(stage, trip.round, trip.who)
+        work = [self._work(stage, k, trip, client, progress) for client in cohort]
+        rows = self.experiment.method.class_rows(self.context(stage, trip))
+        seen = self.experiment.plan.stage(stage).seen
+
+        def down(client: ClientId | None) -> Payload:
+            return exchange.send(server, client, self.context(stage, trip, client))
+
+        answers = self._answers(work, down, began)
+        failures = [answer for answer in answers if isinstance(answer, Failed)]
+        done = sorted((answer for answer in answers if isinstance(answer, Done)), key=lambda answer: answer.client)
+        self._report(failures, stage, trip, len(work))
+        accepted = [answer for answer in done if self._acceptable(answer, server, stage, trip)]
+        versions = {item.client: item.version for item in work}
+        new = self._absorb(accepted, exchange.absorb, server, stage, trip)
+        degraded = bool(work) and new is None or not work
+        progress.versions |= {a.client: versions[a.client] for a in accepted if a.stored}
+        progress.served = sorted({*progress.served, *(answer.client for answer in accepted)})
+        up = sum(_size(answer.ref, rows, len(seen)) for answer in done)
+        sent = sum(nbytes(down(item.client), rows, seen) for item in work)
+        seconds = time.perf_counter() - began
+        _count(progress, trip, up, sent, len(done) - len(accepted), len(failures), degraded, seconds)
+        row = {"stage": stage, "round": trip.round, "exchange": trip.exchange, "scope": "round", "clients": len(work)}
+        row |= {"failed": len(failures), "rejected": len(done) - len(accepted), "degraded": degraded}
+        row |= {"bytes_up": up, "bytes_down": sent, "seconds": seconds}
+        self.reader.forget()
+        return row | _means(accepted), server if new is None else new
+
+    def _work(self, stage: int, k: int, trip: Trip, client: ClientId, progress: Progress) -> Work:
+        version = version_of(stage, k, trip.exchange)
+        size = self.experiment.plan.size(client, stage)
+        return Work(client, stage, trip.round, trip.exchange, progress.versions.get(client), version, size)
+
+    def _answers(self, work: Sequence[Work], down: Callable[[ClientId | None], Payload], began: float) -> list[Answer]:
+        deadline = self.options.deadline
+
+        def late() -> bool:
+            return deadline is not None and time.perf_counter() - began > deadline
+
+        def progress(done: int, total: int) -> None:
+            for observer in self.observers:
+                observer.client_done(done, total)
+
+        def ask(some: Sequence[Work], again: bool) -> list[Answer]:
+            return self.force.carry_out(some, down, stop=self.stop.is_set, late=late, progress=progress, again=again)
+
+        answers = ask(work, False)
+        for _ in range(self.options.retries if self.options.on_client_failure == "retry" else 0):
+            failed = [k for k, answer in enumerate(answers) if isinstance(answer, Failed)]
+            if not failed or late():
+                break
+            for k, answer in zip(failed, ask([work[k] for k in failed], True), strict=True):
+                answers[k] = answer
+        return answers
+
+    def _report(self, failures: Sequence[Failed], stage: int, trip: Trip, asked: int) -> None:
+        for failure in failures:
+            where = self._where(failure.client, stage, trip)
+            self.note(f"{where} failed: {failure.reason}")
+            self.folder.log(failure.trace)
+        if failures and self.options.on_client_failure == "fail":
+            where = self._where(failures[0].client, stage, trip)
+            raise RunError(f"{where} failed: {failures[0].reason}; engine.on_client_failure is 'fail'")
+        answered = asked - len(failures)
+        if asked and answered < self.options.min_replies:
+            causes = f"; first cause: {failures[0].reason}" if failures else ""
+            raise RunError(
+                f"stage {stage}, round {trip.round}, exchange '{trip.exchange}': {answered} of {asked} clients replied, "
+                f"engine.min_replies is {self.options.min_replies}{causes}"
+            )
+
+    def _acceptable(self, answer: Done, server: Payload, stage: int, trip: Trip) -> bool:
+        try:
+            if answer.ref.not_finite is not None:
+                raise PayloadError(f"'{answer.ref.not_finite}' holds NaN or infinite values")
+            if not (0 <= answer.weight < float("inf")):
+                raise PayloadError(f"the weight must be a finite number of at least 0, got {answer.weight}")
+            check_like(_skeleton(answer.ref), server, self.experiment.method.ragged)
+        except PayloadError as error:
+            where = self._where(answer.client, stage, trip)
+            if self.options.on_client_failure == "fail":
+                raise RunError(f"{where}: update rejected: {error}; engine.on_client_failure is 'fail'") from error
+            self.note(f"{where}: update rejected: {error}")
+            return False
+        return True
+
+    def _absorb(
+        self,
+        accepted: Sequence[Done],
+        absorb: Callable[[Payload, Sequence[Reply], Context], Payload],
+        server: Payload,
+        stage: int,
+        trip: Trip,
+    ) -> Payload | None:
+        """The new server state; None when there is nothing to merge or the result is not usable."""
+        counted = [answer for answer in accepted if answer.weight > 0]
+        if not counted:
+            self.note(f"stage {stage}, round {trip.round}, exchange '{trip.exchange}': no update to merge, state kept")
+            return None
+        replies = [Reply(a.client, a.weight, self.reader.open(a.ref), a.metrics) for a in counted]
+        with seeded(self.experiment.seed, "absorb", stage, trip.round, trip.exchange):
+            new = absorb(server, replies, self.context(stage, trip))
+        check_structure(new, "the server state")
+        try:
+            check_finite({f: {n: t for n, t in tree.items() if not _same(t, server, f, n)} for f, tree in new.items()})
+        except PayloadError as error:
+            self.note(f"stage {stage}, round {trip.round}: the merged state is unusable, state kept: {error}")
+            return None
+        return _fresh(new, self.reader)
+
+    def _evaluate(self, stage: int, server: Payload, progress: Progress, *, row: bool) -> dict[str, Any]:
+        return evaluate_stage(
+            self.experiment, self.force, server, progress, stage, personal=self.options.personal and row, final=row,
+            stop=self.stop.is_set,
+        )
+
+    def _record(self, row: Mapping[str, Any], event: str) -> None:
+        self.folder.append(row)
+        for observer in self.observers:
+            getattr(observer, event)(row)
+
+    def _commit(self, server: Payload, progress: Progress, *, forced: bool) -> None:
+        progress.metrics_size, progress.wall_seconds = self.folder.metrics_size(), self._wall()
+        self._committed = server, _copy(progress)
+        every = self.options.checkpoint_every
+        if every and (forced or progress.rounds % every == 0):
+            self._checkpoint(server, progress)
+
+    def _checkpoint(self, server: Payload, progress: Progress) -> None:
+        self.checkpoints.save(server, progress)
+        self.saved = (progress.stage, progress.trip)
+
+    def _wall(self) -> float:
+        return self._wall_before + time.perf_counter() - self._began
+
+    def _where(self, client: ClientId, stage: int, trip: Trip) -> str:
+        return f"client {client} (stage {stage}, round {trip.round}, exchange '{trip.exchange}')"
+
+
+def _tell(folder: RunFolder, observers: Sequence[Observer], text: str) -> None:
+    folder.log(text)
+    for observer in observers:
+        observer.note(text)
+
+
+def _fresh(state: Payload, reader: Reader) -> dict[str, dict[str, Tensor]]:
+    """The state in canonical tensors that no spool file will overwrite."""
+    return {f: {n: canonical(t.clone() if reader.holds(t) else t) for n, t in tree.items()} for f, tree in state.items()}
+
+
+def _same(tensor: Tensor, server: Payload, field: str, name: str) -> bool:
+    return server.get(field, {}).get(name) is tensor
+
+
+def _copy(progress: Progress) -> Progress:
+    from copy import deepcopy
+
+    return deepcopy(progress)
+
+
+def _skeleton(ref: Ref) -> dict[str, dict[str, Tensor]]:
+    """Shapes and dtypes of an upload, without its values."""
+    trees: dict[str, dict[str, Tensor]] = {field: {} for field in ref.fields}
+    for entry in ref.entries:
+        trees[entry.field][entry.name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+    return trees
+
+
+def _size(ref: Ref, rows: Mapping[tuple[str, str], int], seen: int) -> int:
+    total = 0
+    for entry in ref.entries:
+        dim = rows.get((entry.field, entry.name))
+        grows = dim is not None and entry.shape[dim] > 0
+        total += entry.nbytes // entry.shape[dim] * seen if grows and dim is not None else entry.nbytes
+    return total
+
+
+def _means(accepted: Sequence[Done]) -> dict[str, float]:
+    """Example-weighted means of the clients' metrics, as `train/<name>`; a client without one is left out."""
+    sums: dict[str, tuple[float, float]] = {}
+    for answer in accepted:
+        for name, value in answer.metrics.items():
+            total, weight = sums.get(name, (0.0, 0.0))
+            sums[name] = (total + answer.weight * value, weight + answer.weight)
+    found = {f"train/{name}": total / weight for name, (total, weight) in sums.items() if weight}
+    return {name: value for name, value in found.items() if value - value == 0}
+
+
+def _count(
+    progress: Progress, trip: Trip, up: int, down: int, rejected: int, failed: int, degraded: bool, seconds: float
+) -> None:
+    progress.rounds += trip.round is not None
+    progress.bytes_up += up
+    progress.bytes_down += down
+    progress.rejected_updates += rejected
+    progress.failed_clients += failed
+    progress.degraded_rounds += degraded
+    progress.train_seconds += seconds
+
+
+@contextmanager
+def _graceful(stop: threading.Event) -> Iterator[None]:
+    """First Ctrl-C (or SIGTERM): finish the current client, then stop. The second one stops at once."""
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+

@@ -1,0 +1,89 @@
+"""What a finished run leaves: the global model, the accuracy matrix, and the measured part of the summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedloom.core import Batches, Context, Payload
+from fedloom.core.batches import Inputs
+from fedloom.core.payload import digest
+from fedloom.engine.checkpoint import Progress
+from fedloom.engine.experiment import Experiment
+from fedloom.engine.files import save_payload, write_bytes, write_json
+from fedloom.engine.folder import RunFolder
+from fedloom.engine.runtime import Runtime, seeded
+from fedloom.evaluate.cost import active_parameters, flops_per_example, parameters
+from fedloom.evaluate.matrix import AccuracyMatrix
+
+
+def conclude(
+    experiment: Experiment, runtime: Runtime, folder: RunFolder, server: Payload, progress: Progress
+) -> dict[str, Any]:
+    """Write model/ and accuracy_matrix.csv and return the summary's measured fields."""
+    last = experiment.plan.num_stages - 1
+    ctx = runtime.context(last, exchange="evaluate")
+    view = experiment.method.send(server, None, ctx)
+    _save_model(experiment, folder, view)
+    matrix = AccuracyMatrix.from_lists(progress.matrix, progress.test_counts)
+    write_bytes(folder.path / "accuracy_matrix.csv", matrix.to_csv().encode())
+    row = progress.last_stage_row
+    return {
+        "clients": experiment.plan.num_clients,
+        "stages": experiment.plan.num_stages,
+        "rounds": progress.rounds,
+        "final_accuracy": matrix.final_accuracy,
+        "average_incremental_accuracy": matrix.average_incremental_accuracy,
+        "forgetting": matrix.forgetting,
+        "backward_transfer": matrix.backward_transfer,
+        "accuracy_matrix": progress.matrix,
+        "per_client_accuracy_mean": row.get("accuracy/client_mean"),
+        "per_client_accuracy_worst10": row.get("accuracy/client_worst10"),
+        "bytes_up": progress.bytes_up,
+        "bytes_down": progress.bytes_down,
+        "wall_seconds": progress.wall_seconds,
+        "train_seconds": progress.train_seconds,
+        "rejected_updates": progress.rejected_updates,
+        "failed_clients": progress.failed_clients,
+        "degraded_rounds": progress.degraded_rounds,
+        "accuracy_within_task": row.get("accuracy/within_task"),
+        "unseen_examples": row.get("unseen"),
+        "params_sha256": digest(global_model(view)),
+        "state_sha256": digest(server),
+        **_costs(experiment, runtime, view, ctx),
+    }
+
+
+def global_model(view: Payload) -> Payload:
+    """Parameters and buffers of the global view; the whole view for methods that name theirs otherwise."""
+    found = {field: view[field] for field in ("params", "buffers") if field in view}
+    return found or view
+
+
+def _save_model(experiment: Experiment, folder: RunFolder, view: Payload) -> None:
+    save_payload(folder.path / "model" / "model.safetensors", view, {"format": "fedloom"})
+    plan = experiment.plan
+    meta = {"num_classes": plan.num_classes, "seen": list(plan.stage(plan.num_stages - 1).seen)}
+    write_json(folder.path / "model" / "model.json", meta)
+
+
+def _costs(experiment: Experiment, runtime: Runtime, view: Payload, ctx: Context) -> dict[str, Any]:
+    module = runtime.net.module
+    sample = _one_example(experiment, ctx)
+    found: dict[str, Any] = {
+        "parameters": parameters(module),
+        "active_parameters": active_parameters(module),
+        "flops_per_example": None,
+    }
+    if sample is not None:
+        with seeded(experiment.seed, "flops"):
+            state = experiment.method.init_client(ctx)
+            found["flops_per_example"] = flops_per_example(lambda: experiment.method.predict(view, state, sample, ctx))
+    return found
+
+
+def _one_example(experiment: Experiment, ctx: Context) -> Inputs | None:
+    for task in range(len(experiment.plan.tasks)):
+        data: Batches = experiment.plan.test(task)
+        for batch in data.part(0, 1).epoch(batch_size=1, shuffle=False):
+            return batch.x
+    return None

@@ -1,0 +1,151 @@
+"""The one client runtime: carries out a client's work or a piece of evaluation, in whatever process it lives."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fedloom.core import Batches, ClientId, Context, Payload, Update
+from fedloom.core.payload import check_finite, check_structure
+from fedloom.core.seeds import seed_for
+from fedloom.engine.experiment import Experiment
+from fedloom.engine.spool import Ref, Spool
+from fedloom.engine.store import ClientStore
+from fedloom.evaluate.predict import Counts, count_correct
+
+CHUNK = 1000  # test examples per piece of evaluation: the same whatever the number of workers
+BATCH = 250  # examples per forward of an evaluation
+
+
+class Work(NamedTuple):
+    """Instruction to a client. start: version of its state to begin from; version: name of the one it leaves."""
+
+    client: ClientId
+    stage: int
+    round: int | None
+    exchange: str
+    start: str | None
+    version: str
+    size: int
+
+
+class Probe(NamedTuple):
+    """Instruction to evaluate examples [start, stop) of a task; client None is the global view."""
+
+    client: ClientId | None
+    stage: int
+    task: int
+    start: int
+    stop: int
+    state: str | None
+    size: int
+
+
+class Done(NamedTuple):
+    """A client's answer. stored: it left a new state under the instruction's version."""
+
+    client: ClientId
+    ref: Ref
+    weight: float
+    metrics: Mapping[str, float]
+    stored: bool
+    seconds: float
+
+
+class Failed(NamedTuple):
+    """A client that raised. trace is for the log."""
+
+    client: ClientId
+    reason: str
+    trace: str
+
+
+class Measured(NamedTuple):
+    """Counts of a probe."""
+
+    client: ClientId | None
+    task: int
+    counts: Counts
+
+
+Instruction = Work | Probe
+Answer = Done | Failed | Measured
+
+
+class Runtime:
+    """A process's network, its spool and its access to client states."""
+
+    def __init__(self, experiment: Experiment, states: Path, spool: Path):
+        self.experiment, self.net = experiment, experiment.net()
+        self.exchanges = experiment.method.exchanges()
+        self.store, self.spool = ClientStore(states), Spool(spool)
+
+    def context(
+        self, stage: int, round: int | None = None, exchange: str = "train", client: ClientId | None = None
+    ) -> Context:
+        """The context of one piece of work."""
+        return self.experiment.context(self.net, stage, round=round, exchange=exchange, client=client)
+
+    def carry_out(self, instruction: Instruction, down: Payload) -> Answer:
+        """Do one piece of work; whatever a client raises becomes `Failed`."""
+        if isinstance(instruction, Probe):
+            return self._measure(instruction, down)
+        try:
+            return self._work(instruction, down)
+        except Exception as error:
+            return Failed(instruction.client, f"{type(error).__name__}: {error}", traceback.format_exc())
+
+    def _work(self, todo: Work, down: Payload) -> Done:
+        began = time.perf_counter()
+        ctx = self.context(todo.stage, todo.round, todo.exchange, todo.client)
+        data = self.experiment.plan.train(todo.client, todo.stage, todo.round, todo.exchange)
+        with seeded(self.experiment.seed, "work", todo.stage, todo.round, todo.exchange, todo.client):
+            state = self._state(todo.client, todo.start, ctx)
+            update = self.exchanges[todo.exchange].work(down, state, data, ctx)
+        check_structure(update.up, "the upload")
+        check_structure(update.state, "the client state")
+        ref = self.spool.write(update.up)
+        stored = ref.not_finite is None and self._keep(todo, update, state)
+        weight = float(data.num_examples if update.weight is None else update.weight)
+        metrics = {name: float(value) for name, value in update.metrics.items()}
+        return Done(todo.client, ref, weight, metrics, stored, time.perf_counter() - began)
+
+    def _keep(self, todo: Work, update: Update, before: Payload) -> bool:
+        if update.state is before or not update.state:
+            return False
+        check_finite(update.state)
+        self.store.save(todo.client, todo.version, update.state)
+        return True
+
+    def _state(self, client: ClientId, version: str | None, ctx: Context) -> Payload:
+        found = self.store.load(client, version)
+        return self.experiment.method.init_client(ctx) if found is None else found
+
+    def _measure(self, todo: Probe, down: Payload) -> Measured:
+        plan, ctx = self.experiment.plan, self.context(todo.stage, exchange="evaluate", client=todo.client)
+        with seeded(self.experiment.seed, "evaluate", todo.stage, todo.client):
+            state: Payload = self._state(todo.client, todo.state, ctx) if todo.client is not None else {}
+            if todo.client is None:
+                state = self.experiment.method.init_client(ctx)
+            counts = Counts.zero(plan.num_classes)
+            data: Batches = plan.test(todo.task).part(todo.start, todo.stop)
+            for batch in data.epoch(batch_size=BATCH, purpose="evaluate", shuffle=False):
+                scores = self.experiment.method.predict(down, state, batch.x, ctx).detach().cpu()
+                counts += count_correct(
+                    scores, batch.y, plan.tasks, seen=ctx.stage.seen, num_classes=plan.num_classes
+                )
+        return Measured(todo.client, todo.task, counts)
+
+
+@contextmanager
+def seeded(*key: int | str | None) -> Iterator[None]:
+    """Give the global generator (dropout draws from it) a seed of this piece of work, and put it back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(*key))
+        yield

@@ -1,0 +1,189 @@
+"""The only training loop in the library: terms, decisions, transforms and carries are its parts."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.core.batches import Batch, Batches
+from fedloom.core.context import Context
+from fedloom.core.errors import ConfigError
+from fedloom.core.payload import Payload
+from fedloom.core.tree import Tensors
+from fedloom.local.optim import SGD, Optimizer, Schedule, Step
+from fedloom.local.parts import Carry, Decision, GradTransform, Term
+from fedloom.local.terms.cross_entropy import CrossEntropy
+
+
+class Trained(NamedTuple):
+    """Result of local training; tensors are the client's own and are never written again.
+
+    carry: name -> closed value of each carry. metrics: "loss" (mean over examples of all steps). steps: number taken.
+    """
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    carry: dict[str, Tensors]
+    metrics: dict[str, float]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of local training in which only some parameters move.
+
+    trainable: shell-style patterns of parameter names. optimizer, epochs: None takes the loop's.
+    """
+
+    trainable: tuple[str, ...] = ("*",)
+    optimizer: Optimizer | None = None
+    epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """Minimise a sum of terms by minibatch steps, in place on the bound network.
+
+    clip_norm: largest global gradient norm, None for no clipping. phases: run one after the other; epochs count
+    on through them, so no two phases see the same order. Optimiser state is fresh in every call (A23 of the
+    FedFMX specification) and in every phase. Rows of classes not seen yet do not move, whatever the optimiser:
+    weight decay included.
+    """
+
+    optimizer: Optimizer = SGD()
+    schedule: Schedule = Schedule()
+    epochs: int = 1
+    batch_size: int = 32
+    clip_norm: float | None = None
+    terms: tuple[Term, ...] = (CrossEntropy(),)
+    decisions: tuple[Decision, ...] = ()
+    transforms: tuple[GradTransform, ...] = ()
+    carries: Mapping[str, Carry] = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ConfigError("LocalSGD.terms is empty: pass at least one loss term")
+        if self.epochs < 0 or self.batch_size < 1:
+            raise ConfigError(
+                f"LocalSGD needs epochs >= 0 and batch_size >= 1, got {self.epochs} and {self.batch_size}"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"training.clip_norm must be above 0 or null, got {self.clip_norm}")
+
+    def __call__(
+        self, down: Payload, data: Batches, ctx: Context, *, ref: Mapping[str, Any] | None = None
+    ) -> Trained:
+        """Train from `down["params"]` and `down["buffers"]`; `ref` adds to what the parts can read."""
+        live = ctx.bind(down["params"], down.get("buffers"))
+        full_ref = self._ref(down, ctx, ref or {})
+        carry = {name: part.init(full_ref, ctx) for name, part in self.carries.items()}
+        ctx.net.train(True)
+        loss_sum, examples, steps, epoch = torch.zeros((), dtype=torch.float64), 0, 0, 0
+        for phase in self.phases or (Phase(),):
+            epochs = self.epochs if phase.epochs is None else phase.epochs
+            with _only(live, phase.trainable) as moving:
+                step = _Stepper(self, moving, phase.optimizer or self.optimizer, ctx, epochs * data.steps(self.batch_size))
+                for _ in range(epochs):
+                    for batch in data.epoch(epoch, self.batch_size):
+                        loss, carry = self._step(batch, step, live, full_ref, carry, ctx)
+                        loss_sum, examples, steps = loss_sum + loss * len(batch.y), examples + len(batch.y), steps + 1
+                    carry = {name: part.close_epoch(carry[name]) for name, part in self.carries.items()}
+                    epoch += 1
+        carry = {name: part.close(carry[name]) for name, part in self.carries.items()}
+        params, buffers = ctx.net.take()
+        metrics = {"loss": float(loss_sum) / examples} if examples else {}
+        return Trained(params, buffers, carry, metrics, steps)
+
+    def _step(
+        self, batch: Batch, step: _Stepper, live: Tensors, ref: Mapping[str, Any], carry: dict[str, Tensors], ctx: Context
+    ) -> tuple[Tensor, dict[str, Tensors]]:
+        batch = batch._replace(y=batch.y.to(ctx.net.forward.device))
+        out = ctx.apply(batch.x)
+        with torch.no_grad():
+            for decide in self.decisions:
+                out |= decide(_detached(out), batch, ref, carry)
+        loss = torch.stack([term(live, out, batch, ref, carry) for term in self.terms]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.carries:
+            with torch.no_grad():
+                seen = _detached(out)
+                carry = {name: part.update(carry[name], seen, batch, ref) for name, part in self.carries.items()}
+        step(ref)
+        return loss.detach(), carry
+
+    def _ref(self, down: Payload, ctx: Context, extra: Mapping[str, Any]) -> dict[str, Any]:
+        parts = (*self.terms, *self.decisions, *self.transforms, *self.carries.values())
+        needed = {key for part in parts for key in getattr(part, "needs", ())}
+        ref = {"seen": ctx.class_mask("seen"), "current": ctx.class_mask("current"), "all": None, **extra}
+        if "anchor" in needed:
+            device = ctx.net.forward.device
+            ref["anchor"] = {name: tensor.to(device) for name, tensor in down["params"].items()}
+        if missing := sorted(needed - ref.keys()):
+            raise ConfigError(f"a part of local training needs ref {missing}, which the method does not pass")
+        return ref
+
+
+class _Stepper:
+    """Gradients -> transforms -> clipping -> optimiser, with unseen class rows held still."""
+
+    def __init__(self, loop: LocalSGD, moving: dict[str, nn.Parameter], optimizer: Optimizer, ctx: Context, steps: int):
+        self.loop, self.moving, self.ctx, self.steps, self.taken = loop, moving, ctx, steps, 0
+        self.params = list(moving.values())
+        self.step: Step = optimizer.start([p.detach() for p in self.params])
+        self.frozen = _frozen_rows(moving, ctx) if optimizer.weight_decay else []
+
+    def __call__(self, ref: Mapping[str, Any]) -> None:
+        grads = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.moving.items()}
+        for transform in self.loop.transforms:
+            grads = dict(transform(grads, self.moving, ref))
+        values = list(grads.values())
+        if self.loop.clip_norm is not None:
+            clip(values, self.loop.clip_norm)
+        self.step(values, self.loop.schedule.factor(self.ctx, self.taken, self.steps))
+        for tensor, dim, rows, held in self.frozen:
+            tensor.index_copy_(dim, rows, held)
+        for param in self.params:
+            param.grad = None
+        self.taken += 1
+
+
+def clip(grads: Sequence[Tensor], max_norm: float) -> None:
+    """Scale gradients in place so that their joint 2-norm is at most `max_norm`, as `clip_grad_norm_` does."""
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor)
+
+
+def _frozen_rows(moving: Mapping[str, Tensor], ctx: Context) -> list[tuple[Tensor, int, Tensor, Tensor]]:
+    rows = ctx.unseen.to(ctx.net.forward.device)
+    if not len(rows):
+        return []
+    named = [(moving[name].detach(), dim) for name, dim in ctx.class_rows.items() if name in moving]
+    return [(tensor, dim, rows, tensor.index_select(dim, rows)) for tensor, dim in named]
+
+
+@contextmanager
+def _only(live: Mapping[str, nn.Parameter], patterns: tuple[str, ...]) -> Iterator[dict[str, nn.Parameter]]:
+    moving = {n: p for n, p in live.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)}
+    if not moving:
+        raise ConfigError(f"no parameter matches the phase's trainable patterns {patterns}")
+    held = [p for n, p in live.items() if n not in moving]
+    for param in held:
+        param.requires_grad_(False)
+    try:
+        yield moving
+    finally:
+        for param in held:
+            param.requires_grad_(True)
+
+
+def _detached(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in out.items()}

@@ -1,0 +1,1 @@
+"""All aggregation arithmetic: trees and weights in, one tree out. Pure."""

@@ -1,0 +1,83 @@
+"""The registry of methods: a module of this package is a method when it holds a function of its own name.
+
+Methods outside the package load by `package.module:attribute`, the current directory included.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.core.errors import ConfigError, unknown
+
+HERE = Path(__file__).parent
+
+
+def names() -> list[str]:
+    """Names of the methods of this package, sorted."""
+    return [path.stem for path in sorted(HERE.glob("*.py")) if _defines(path)]
+
+
+def summaries() -> list[tuple[str, str]]:
+    """(name, first line of the module's docstring), read without importing the methods."""
+    found = []
+    for name in names():
+        doc = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))) or ""
+        found.append((name, doc.split("\n", 1)[0]))
+    return found
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The factory of a method: a function, or the dataclass itself, called with options as keywords.
+
+    Raises `ConfigError` with the closest match for an unknown name, and naming module and attribute for a
+    `module:attribute` that cannot be loaded.
+    """
+    if ":" in name:
+        return load_attribute(name, "method.name")
+    if name not in names():
+        raise ConfigError(
+            f"{unknown('method', name, names())} A method of your own is named 'package.module:attribute'."
+        )
+    return getattr(importlib.import_module(f"fedloom.methods.{name}"), name)
+
+
+def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """Option values of every preset of a method (`PRESETS` of its module); `paper` always exists."""
+    module = sys.modules[load(name).__module__] if ":" not in name else _module(name.partition(":")[0], "method.name")
+    return {"paper": {}, **getattr(module, "PRESETS", {})}
+
+
+def load_attribute(name: str, field: str) -> Any:
+    """Import `package.module:attribute`; errors name the configuration field."""
+    module_name, _, attribute = name.partition(":")
+    module = _module(module_name, field)
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(f"{field} '{name}': module '{module_name}' has no attribute '{attribute}'")
+        target = getattr(target, part)
+    return target
+
+
+def _module(module_name: str, field: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises while it is imported becomes one sentence
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"{field}: module '{module_name}' cannot be imported ({reason}); run from its folder or install it"
+        ) from error
+
+
+def _defines(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.FunctionDef) and node.name == path.stem for node in tree.body)

@@ -1,0 +1,90 @@
+"""Backbones by name: feature extractors [batch, ...] -> [batch, num_features].
+
+Every backbone has `num_features`, `memory_format` ("contiguous" or "channels_last": the layout that measured
+fastest for it) and `set_grad_checkpointing(enable)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fedloom.core.errors import ConfigError, unknown
+from fedloom.models.foreign import timm_backbone, torchvision_backbone
+from fedloom.models.plain import DigitsCnn, Flatten, Mlp, SmallCnn
+from fedloom.models.resnet import resnet18, thin
+from fedloom.models.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Entry:
+    """build: called with the input shape and the options. about: one line for listings. images: needs [C, H, W]."""
+
+    build: Callable[..., nn.Module]
+    about: str
+    images: bool = True
+
+
+ENTRIES = {
+    "linear": Entry(Flatten, "no hidden layer: the head on the flattened input", images=False),
+    "mlp": Entry(Mlp, "fully connected layers with ReLU; option hidden, default [128]", images=False),
+    "small_cnn": Entry(SmallCnn, "two convolutions and a hidden layer, 0.55 M parameters on 3x32x32; option width"),
+    "digits_cnn": Entry(DigitsCnn, "two convolutions and a hidden layer for 8x8 grey images; option width"),
+    "resnet8": Entry(partial(thin, depth=8, norm="batch"), "ResNet-8 for small images, batch normalisation"),
+    "resnet8_gn": Entry(partial(thin, depth=8, norm="group"), "ResNet-8 with group normalisation; option groups"),
+    "resnet20": Entry(partial(thin, depth=20, norm="batch"), "ResNet-20 for small images, batch normalisation"),
+    "resnet20_gn": Entry(partial(thin, depth=20, norm="group"), "ResNet-20 with group normalisation; option groups"),
+    "resnet18": Entry(partial(resnet18, norm="batch"), "ResNet-18 with the 3x3 stem for 32x32 images"),
+    "resnet18_gn": Entry(partial(resnet18, norm="group"), "ResNet-18, 3x3 stem, group normalisation; option groups"),
+}
+ALIASES = {"resnet18_cifar": "resnet18"}
+FOREIGN = {"torchvision": torchvision_backbone, "timm": timm_backbone}
+
+
+def names() -> dict[str, str]:
+    """Every name and one line about it."""
+    listed = {name: entry.about for name, entry in ENTRIES.items()}
+    listed |= {alias: f"another name of {name}" for alias, name in ALIASES.items()}
+    listed["torchvision/NAME"] = "any classifier of torchvision.models without its last layer, such as resnet18"
+    listed["timm/NAME"] = "any backbone of timm (extra 'vision'), such as vit_tiny_patch16_224"
+    return listed
+
+
+def backbone(name: str, *, input_shape: Sequence[int], weights: str | None = None, **options: Any) -> nn.Module:
+    """Build a backbone; initial values are drawn from torch's global generator (see `seeds.seeded_init`).
+
+    input_shape: of one example, [C, H, W] or [d]. weights: path of a local state dict, or for torchvision the name
+    of published weights. options: those of the network. Raises `ConfigError` for anything that does not fit.
+    """
+    if not input_shape or any(not isinstance(n, int) or n < 1 for n in input_shape):
+        raise ConfigError(f"input_shape must hold positive integers, got {list(input_shape)}")
+    library, _, rest = str(name).partition("/")
+    if library in FOREIGN and rest:
+        _need_images(name, input_shape)
+        return FOREIGN[library](rest, input_shape=input_shape, weights=weights, options=options)
+    key = ALIASES.get(name, name)
+    if key not in ENTRIES:
+        raise ConfigError(unknown("model", name, names()))
+    entry = ENTRIES[key]
+    if entry.images:
+        _need_images(name, input_shape)
+    known = [p for p in inspect.signature(entry.build).parameters if p not in ("input_shape", "depth", "norm")]
+    for option in options:
+        if option not in known:
+            raise ConfigError(unknown(f"option of model {name}", option, known))
+    module = entry.build(input_shape, **options)
+    if weights is not None:
+        load_weights(module, weights)
+    return module
+
+
+def _need_images(name: str, input_shape: Sequence[int]) -> None:
+    if len(input_shape) != 3:
+        raise ConfigError(
+            f"model {name} needs images [C, H, W], got input_shape {list(input_shape)}; use mlp or linear for vectors"
+        )

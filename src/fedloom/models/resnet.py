@@ -1,0 +1,98 @@
+"""Residual networks for small images, with batch or group normalisation.
+
+Source: He et al. 2016, "Deep Residual Learning for Image Recognition", section 4.2 (depth 6n + 2: three groups of n
+blocks, widths 16, 32, 64) and table 1 (ResNet-18: four groups of two blocks, widths 64 to 512). Differs: shortcuts
+that change the shape are 1x1 convolutions (their option B), and ResNet-18 has a 3x3 stem of stride 1 without max
+pooling, as is usual on 32x32 images.
+
+Initial values: convolutions Kaiming-normal with fan_out and the gain of ReLU; norms weight 1, bias 0. Group
+normalisation (Wu and He 2018) uses `groups` = 8 groups by default, so 2 channels a group at width 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.core.errors import ConfigError
+from fedloom.models.checkpointing import set_checkpointing
+
+Norm = Callable[[int], nn.Module]
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions with norms, and a shortcut."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int, norm: Norm):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False)
+        self.norm1 = norm(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, 1, 1, bias=False)
+        self.norm2 = norm(channels_out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            project = nn.Conv2d(channels_in, channels_out, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(project, norm(channels_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, channels_in, H, W] -> [batch, channels_out, ceil(H / stride), ceil(W / stride)]."""
+        out = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """3x3 stem, groups of blocks (every group but the first halves the image), global average pooling.
+
+    norm: "batch" or "group". groups: number of groups of group normalisation; it must divide every width.
+    """
+
+    memory_format = "contiguous"
+
+    def __init__(
+        self, input_shape: Sequence[int], blocks: Sequence[int], widths: Sequence[int], norm: str, groups: int = 8
+    ):
+        super().__init__()
+        make = _norm(norm, groups, widths)
+        self.stem = nn.Conv2d(input_shape[0], widths[0], 3, padding=1, bias=False)
+        self.norm = make(widths[0])
+        layers: list[nn.Module] = []
+        channels = widths[0]
+        for group, (count, width) in enumerate(zip(blocks, widths, strict=True)):
+            for i in range(count):
+                layers.append(Block(channels, width, 2 if i == 0 and group > 0 else 1, make))
+                channels = width
+        self.blocks = nn.Sequential(*layers)
+        self.num_features = channels
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [batch, num_features] of images [batch, C, H, W]."""
+        x = self.blocks(F.relu(self.norm(self.stem(x))))
+        return x.mean((2, 3))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of each block in the backward pass."""
+        set_checkpointing(self.blocks, enable)
+
+
+def _norm(norm: str, groups: int, widths: Sequence[int]) -> Norm:
+    if norm == "batch":
+        return nn.BatchNorm2d
+    if groups < 1 or any(width % groups for width in widths):
+        raise ConfigError(f"groups must divide the widths {list(widths)} of the network, got {groups}")
+    return partial(nn.GroupNorm, groups)
+
+
+def thin(input_shape: Sequence[int], *, depth: int, norm: str, groups: int = 8) -> ResNet:
+    """ResNet-8 or ResNet-20: depth = 6n + 2, widths 16, 32, 64."""
+    return ResNet(input_shape, ((depth - 2) // 6,) * 3, (16, 32, 64), norm, groups)
+
+
+def resnet18(input_shape: Sequence[int], *, norm: str, groups: int = 8) -> ResNet:
+    """ResNet-18 with the small-image stem."""
+    return ResNet(input_shape, (2, 2, 2, 2), (64, 128, 256, 512), norm, groups)

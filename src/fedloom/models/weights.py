@@ -1,0 +1,78 @@
+"""Reading weights from a local file, strictly: a key that does not fit is an error, never a silent skip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.core.errors import ConfigError
+
+State = dict[str, Tensor]
+
+
+def read_state(path: str | Path) -> State:
+    """Tensors of a `.safetensors` file, or of a torch file that holds a state dict (read without unpickling code)."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"model.weights: no file '{path}'; give the path of a .safetensors or .pt state dict")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(f"model.weights: cannot read '{path}': {_first_line(error)}") from error
+    for key in ("state_dict", "model"):
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    if not isinstance(state, Mapping) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise ConfigError(f"model.weights: '{path}' holds no state dict of tensors")
+    return dict(state)
+
+
+def load_weights(
+    module: nn.Module,
+    path: str | Path,
+    *,
+    ignore: Collection[str] = (),
+    convert: Callable[[State, nn.Module], State] | None = None,
+) -> None:
+    """Load a file into a backbone.
+
+    A file of a whole `Classifier` (keys "backbone.*", "head.*") gives its backbone. ignore: prefixes of the
+    original classifier, which a feature extractor lacks. convert: maps a published layout to the module's own.
+    Raises `ConfigError` naming the keys that are missing, left over or of another shape.
+    """
+    state = read_state(path)
+    if state and all(key.startswith(("backbone.", "head.")) for key in state):
+        state = {k.removeprefix("backbone."): t for k, t in state.items() if k.startswith("backbone.")}
+    if convert is not None:
+        state = convert(state, module)
+    own = module.state_dict()
+    state = {k: t for k, t in state.items() if k in own or not k.startswith(tuple(f"{p}." for p in ignore))}
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or extra:
+        raise ConfigError(
+            f"model.weights: '{path}' does not fit {type(module).__name__}: missing {_some(missing)}, "
+            f"unknown {_some(extra)}"
+        )
+    for key, tensor in state.items():
+        if tensor.shape != own[key].shape:
+            raise ConfigError(
+                f"model.weights: '{key}' of '{path}' has shape {tuple(tensor.shape)}, "
+                f"the network needs {tuple(own[key].shape)}"
+            )
+    module.load_state_dict(state, strict=True)
+
+
+def _some(keys: list[str]) -> str:
+    shown = ", ".join(f"'{key}'" for key in keys[:3])
+    return (f"{shown} and {len(keys) - 3} more" if len(keys) > 3 else shown) or "none"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

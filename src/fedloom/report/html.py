@@ -1,0 +1,269 @@
+"""One self-contained page about one run, or about several side by side.
+
+Everything is inside the file: styles, pictures as SVG or data URIs. It asks the network for nothing and runs
+no script. All text that comes from a run folder is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedloom.core.errors import ConfigError
+from fedloom.report import plots
+from fedloom.report.record import Row, RunRecord, number, read_run
+from fedloom.report.tables import COSTS, RESULTS, TROUBLE, comparison_rows
+from fedloom.report.units import NONE, byte_size, count, decimal, duration, percent, points, signed_points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROUNDS_SHOWN = 200
+
+
+class Grid(NamedTuple):
+    """A table of texts: header cells and rows of cells; the first column is a label."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    """Write the page about the runs in `folders` to the file `out` and return its path.
+
+    What a folder lacks is shown as "not recorded". Raises `ConfigError` when there is no folder, when one is no
+    run folder, or when the file cannot be written.
+    """
+    if not folders:
+        raise ConfigError("a report needs at least one run folder.")
+    page = render([read_run(Path(folder)) for folder in folders])
+    try:
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, out)
+    except OSError as error:
+        raise ConfigError(f"the report '{out}' cannot be written: {error.strerror}.") from error
+    return out
+
+
+def render(records: Sequence[RunRecord]) -> str:
+    """The page as text."""
+    from importlib.resources import files
+
+    from jinja2 import Environment, StrictUndefined
+
+    names = run_names(records)
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(files("fedloom.report").joinpath("template.html").read_text(encoding="utf-8"))
+    with plots.styled():
+        runs = [_run_view(record, name, f"run{i}") for i, (record, name) in enumerate(zip(records, names, strict=True))]
+        several = _comparison_view(records, names) if len(records) > 1 else None
+    title = names[0] if len(records) == 1 else f"{len(records)} runs compared"
+    return template.render(title=title, runs=runs, several=several)
+
+
+def run_names(records: Sequence[RunRecord]) -> list[str]:
+    """A short name per run: the method, with seed, data set and folder added until all names differ."""
+    makers: tuple[Callable[[RunRecord], str], ...] = (
+        lambda r: r.method,
+        lambda r: f"{r.method}, seed {r.seed}",
+        lambda r: f"{r.method}, {r.dataset}, seed {r.seed}",
+        lambda r: f"{r.method} ({r.folder.name})",
+        lambda r: f"{r.method} ({r.folder})",
+    )
+    for make in makers:
+        names = [make(record) for record in records]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i + 1}. {name}" for i, name in enumerate(names)]
+
+
+def _run_view(record: RunRecord, name: str, key: str) -> dict[str, Any]:
+    """Everything that the template shows about one run."""
+    return {
+        "key": key,
+        "name": name,
+        "folder": str(record.folder),
+        "dataset": record.dataset,
+        "status": record.status,
+        "facts": _facts(record),
+        "problems": record.problems,
+        "tiles": _tiles(record),
+        "pictures": _pictures(record, key),
+        "stages": _stage_grid(record),
+        "domains": _domain_grid(record),
+        "costs": _key_grid(record.summary, (*COSTS, *TROUBLE)),
+        "rounds": _round_grid(record),
+        "partition_picture": _data_uri(record.picture),
+        "partition": _flat_grid(record.partition, limit=40),
+        "config": record.config_text,
+        "environment": _flat_grid(record.env),
+        "digests": [(k, record.summary[k]) for k in ("params_sha256", "state_sha256") if record.summary.get(k)],
+    }
+
+
+def _facts(record: RunRecord) -> list[str]:
+    known = record.summary
+    facts = [f"seed {record.seed}"] if record.seed is not None else []
+    facts += [str(known[k]).replace("_", " ") for k in ("scenario",) if known.get(k)]
+    facts += [f"{known[k]} {k}" for k in ("clients", "stages", "rounds") if known.get(k) is not None]
+    facts += [f"preset {known['preset']}"] if known.get("preset") else []
+    return facts + ([f"engine {known['engine']}"] if known.get("engine") else [])
+
+
+def _tiles(record: RunRecord) -> list[tuple[str, str]]:
+    """Headline numbers; without a summary the last stage's accuracy stands in, under its own name."""
+    known = record.summary
+    if not known:
+        last = record.stages[-1] if record.stages else {}
+        return [("Accuracy so far", percent(number(last, "accuracy"))), ("Stages evaluated", str(len(record.stages)))]
+    sent = [number(known, key) for key in ("bytes_up", "bytes_down")]
+    total = sum(v for v in sent if v is not None) if any(v is not None for v in sent) else None
+    tiles = [
+        ("Final accuracy", percent(number(known, "final_accuracy"))),
+        ("Average incremental accuracy", percent(number(known, "average_incremental_accuracy"))),
+        ("Forgetting", points(number(known, "forgetting"))),
+        ("Backward transfer", signed_points(number(known, "backward_transfer"))),
+        ("Clients, worst 10 %", percent(number(known, "per_client_accuracy_worst10"))),
+        ("Sent both ways", byte_size(total)),
+        ("Wall time", duration(number(known, "wall_seconds"))),
+    ]
+    return [(label, value) for label, value in tiles if value != NONE or label in ("Final accuracy", "Wall time")]
+
+
+def _pictures(record: RunRecord, key: str) -> list[Any]:
+    single = len(record.stages) == 1
+    drawn = []
+    if single:
+        drawn.append(_svg(f"{key}-bars", 5.4, 3.0, lambda ax: plots.accuracy_bars(ax, record)))
+    elif record.stages:
+        drawn.append(_svg(f"{key}-curve", 5.4, 4.3, lambda ax: plots.accuracy_curve(ax, record)))
+    if record.matrix and not single:
+        drawn.append(_svg(f"{key}-heat", 5.0, 4.3, lambda ax: plots.accuracy_heatmap(ax, record.matrix)))
+    if any(number(row, "train/loss") is not None for row in record.rounds):
+        drawn.append(_svg(f"{key}-loss", 5.4, 3.0, lambda ax: plots.loss_curve(ax, record)))
+    return drawn
+
+
+def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> Any:
+    from markupsafe import Markup
+
+    made = plots.figure(width, height)
+    draw(made.subplots())
+    # The figure holds fixed words and numbers only, so it is the one thing that enters the page unescaped.
+    return Markup(plots.svg(made, name))
+
+
+def _stage_grid(record: RunRecord) -> Grid | None:
+    columns = (
+        ("classes seen", "seen_classes", lambda v: count(None if v is None else int(v))),
+        ("all seen", "accuracy", percent),
+        ("current task", "accuracy/current", percent),
+        ("task known", "accuracy/within_task", percent),
+        ("clients, mean", "accuracy/client_mean", percent),
+        ("clients, worst 10 %", "accuracy/client_worst10", percent),
+        ("clients, weighted", "accuracy/weighted", percent),
+    )
+    used = [c for c in columns if any(number(row, c[1]) is not None for row in record.stages)]
+    rows = [[str(row["stage"] + 1), *(write(number(row, key)) for _, key, write in used)] for row in record.stages]
+    note = (
+        "All seen: class-incremental, over every class that has arrived. Task known: task-incremental. "
+        "Clients: expected accuracy on the test set reweighted to each client's labels."
+    )
+    return Grid(["stage", *(label for label, _, _ in used)], rows, note) if rows else None
+
+
+def _round_grid(record: RunRecord) -> Grid | None:
+    rows = record.rounds
+    if not rows:
+        return None
+    step = -(-len(rows) // ROUNDS_SHOWN)
+    head = ["round", "exchange", "clients", "loss", "failed", "rejected", "degraded", "up", "down", "time"]
+    note = f"Every {step}th of {len(rows)} rows is shown." if step > 1 else ""
+    return Grid(head, [_round_row(row) for row in rows[::step]], note)
+
+
+def _round_row(row: Row) -> list[str]:
+    def whole(key: str) -> str:
+        value = number(row, key)
+        return NONE if value is None else count(int(value))
+
+    round_ = number(row, "round")
+    return [
+        f"{row['stage'] + 1}" if round_ is None else f"{row['stage'] + 1}.{int(round_) + 1}",
+        str(row.get("exchange") or NONE),
+        *(whole(key) for key in ("clients",)),
+        decimal(number(row, "train/loss")),
+        *(whole(key) for key in ("failed", "rejected")),
+        "yes" if row.get("degraded") else "no",
+        byte_size(number(row, "bytes_up")),
+        byte_size(number(row, "bytes_down")),
+        duration(number(row, "seconds")),
+    ]
+
+
+def _domain_grid(record: RunRecord) -> Grid | None:
+    domains = record.summary.get("domain_accuracy")
+    if not isinstance(domains, Mapping) or not domains:
+        return None
+    return Grid(["domain", "accuracy"], [[str(name), percent(number(domains, name))] for name in domains])
+
+
+def _key_grid(summary: Row, keys: Sequence[tuple[str, str, Callable[[Any], str]]]) -> Grid | None:
+    rows = [[label, write(number(summary, key))] for key, label, write in keys if number(summary, key) is not None]
+    return Grid(["", ""], rows) if rows else None
+
+
+def _flat_grid(tree: Mapping[str, Any], limit: int | None = None) -> Grid | None:
+    rows = [[key, value] for key, value in flatten(tree).items()]
+    note = f"{len(rows) - limit} more entries are in the file." if limit and len(rows) > limit else ""
+    return Grid(["", ""], rows[:limit], note) if rows else None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys and short texts of a nested mapping; long lists are cut, with their length."""
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        size = f" … ({len(value)} entries)" if isinstance(value, list) else " …"
+        flat[f"{prefix}{key}"] = text if len(text) <= 200 else text[:160] + size
+    return flat
+
+
+def _comparison_view(records: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
+    """Side by side: every number that some run has, the settings that differ, the curves in one picture."""
+    keyed = {name: _clean(record.summary) for name, record in zip(names, records, strict=True)}
+    configs = [flatten(record.config) for record in records]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
+    settings = [[key, *(config.get(key, NONE) for config in configs)] for key in differing]
+    any_curve = any(record.stages for record in records)
+    return {
+        "numbers": Grid(["", *names], [[label, *values] for label, values in comparison_rows(keyed)]),
+        "settings": Grid(["", *names], settings) if settings else None,
+        "curves": _svg("all", 7.6, 4.0, lambda ax: plots.overlaid_curves(ax, records)) if any_curve else None,
+        "legend": [(name, i % len(plots.SERIES)) for i, name in enumerate(names)],
+    }
+
+
+def _clean(summary: Row) -> dict[str, float | None]:
+    return {key: number(summary, key) for key, _, _ in (*RESULTS, *COSTS, *TROUBLE)}
+
+
+def _data_uri(picture: Path | None) -> str | None:
+    if picture is None:
+        return None
+    kind = "svg+xml" if picture.suffix == ".svg" else "png"
+    try:
+        return f"data:image/{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    except OSError:
+        return None

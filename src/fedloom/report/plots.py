@@ -1,0 +1,277 @@
+"""Pictures of a run: accuracy over stages, the accuracy matrix as a heat map, the loss over rounds.
+
+Figures hold no text of the user's. Colours are those of Okabe and Ito, told apart by markers and strokes as
+well. `svg` turns a figure into markup whose inks and series are CSS variables, so that a page can restyle it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedloom.report.record import Matrix, RunRecord, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Series = Sequence[float | None]
+
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+STROKES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
+INK, MUTED, LINE, PAPER = "#1c2430", "#5b6675", "#dfe4ea", "#fffffe"
+HEAT = ("#eef4fb", "#b9d4ee", "#6ea8dc", "#2c72b3", "#10396b")
+VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--card"} | {
+    c: f"--series-{i}" for i, c in enumerate(SERIES)
+}
+
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "xtick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.color": LINE,
+    "ytick.labelcolor": MUTED,
+    "ytick.left": False,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 5.0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.labelcolor": MUTED,
+    "svg.fonttype": "none",
+}
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty figure in inches with a layout that keeps labels inside; no pyplot, no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.06)
+    made = Figure(figsize=(width, height), layout=layout)
+    FigureCanvasAgg(made)
+    return made
+
+
+def styled() -> AbstractContextManager[None]:
+    """The look of every picture; drawing and saving happen inside."""
+    import matplotlib
+
+    return matplotlib.rc_context(STYLE)
+
+
+def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
+    """Accuracy over stages: all seen classes, the current and the first task, the spread over clients."""
+    rows = record.stages
+    x = [row["stage"] + 1 for row in rows]
+    worst, mean = ([number(row, f"accuracy/client_{k}") for row in rows] for k in ("worst10", "mean"))
+    if any(v is not None for v in worst):
+        low, high = _percent(worst), _percent(mean)
+        ax.fill_between(x, low, high, color=SERIES[0], alpha=0.14, linewidth=0, label="clients: worst tenth to mean")
+    chance = [1 / n if n else None for n in (number(row, "seen_classes") for row in rows)]
+    first = [row[0] if row else None for row in record.matrix]
+    lines: tuple[tuple[str, Series, str, str, object], ...] = (
+        ("all seen classes", [number(row, "accuracy") for row in rows], SERIES[0], "o", "-"),
+        ("current task", [number(row, "accuracy/current") for row in rows], SERIES[2], "^", "--"),
+        ("first task", first[: len(x)] + [None] * (len(x) - len(first)), SERIES[1], "s", "-."),
+        ("chance", chance, MUTED, "", ":"),
+    )
+    for zorder, (label, values, color, marker, stroke) in enumerate(reversed(lines), start=2):
+        if any(v is not None for v in values):
+            width = 2.6 if label == "all seen classes" else 1.2 if label == "chance" else 1.6
+            ax.plot(
+                x,
+                _percent(values),
+                stroke,
+                color=color,
+                marker=marker,
+                label=label,
+                lw=width,
+                zorder=zorder,
+                clip_on=False,
+            )
+    _stage_axis(ax, x)
+    _percent_axis(ax)
+    ax.set_title("Accuracy over stages")
+    if legend and ax.get_legend_handles_labels()[0]:
+        _legend_below(ax)
+
+
+def accuracy_bars(ax: Axes, record: RunRecord) -> None:
+    """The accuracies of a run with a single stage, as horizontal bars."""
+    row = record.stages[-1] if record.stages else {}
+    classes = number(row, "seen_classes")
+    bars = [
+        ("all classes", number(row, "accuracy"), SERIES[0]),
+        ("clients, mean", number(row, "accuracy/client_mean"), SERIES[5]),
+        ("clients, worst tenth", number(row, "accuracy/client_worst10"), SERIES[1]),
+        ("chance", 1 / classes if classes else None, MUTED),
+    ]
+    known = [(label, 100 * value, color) for label, value, color in reversed(bars) if value is not None]
+    for y, (_, value, color) in enumerate(known):
+        ax.barh(y, value, height=0.42, color=color)
+        ax.text(min(value, 99.0) + 1.5, y, f"{value:.1f} %", va="center", weight="bold")
+    ax.set_yticks(range(len(known)), [label for label, _, _ in known])
+    ax.set_xlim(0, 112)
+    ax.set_xticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
+    ax.grid(True, axis="x")
+    ax.grid(False, axis="y")
+    ax.set_title("Accuracy")
+
+
+def accuracy_heatmap(ax: Axes, matrix: Matrix) -> None:
+    """R[t][j] in per cent: one row per stage from the top, one column per task; blank where there is no value."""
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap
+
+    values = 100 * np.array([[math.nan if v is None else v for v in row] for row in matrix], np.float64)
+    stages, tasks = values.shape
+    colors = LinearSegmentedColormap.from_list("heat", HEAT)
+    edges = np.arange(tasks + 1) - 0.5, np.arange(stages + 1) - 0.5
+    masked = np.ma.masked_invalid(values)
+    ax.pcolormesh(*edges, masked, cmap=colors, vmin=0, vmax=100, edgecolors=PAPER, linewidth=1.0)
+    size = min(11.0, 92.0 / max(stages, tasks, 8))
+    for (t, j), value in np.ndenumerate(values):
+        if not math.isnan(value):
+            ink = "#ffffff" if value > 52 else "#0b1b2b"
+            ax.text(j, t, f"{value:.0f}", ha="center", va="center", color=ink, size=size)
+    ax.set_aspect("equal")
+    ax.set_ylim(stages - 0.5, -0.5)
+    ax.grid(False)
+    ax.set_xticks(*_ticks(tasks))
+    ax.set_yticks(*_ticks(stages))
+    ax.tick_params(length=0, labelsize=min(9.0, 120.0 / max(stages, tasks)))
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("task")
+    ax.set_ylabel("after stage")
+    ax.set_title("Accuracy per task, %")
+
+
+def loss_curve(ax: Axes, record: RunRecord) -> None:
+    """Training loss over rounds, one line per exchange that reports one; thin marks where a stage begins."""
+    from matplotlib.ticker import MaxNLocator
+
+    rows = [row for row in record.rounds if number(row, "train/loss") is not None]
+    order = {key: i + 1 for i, key in enumerate(dict.fromkeys((r["stage"], r.get("round")) for r in record.rounds))}
+    names = list(dict.fromkeys(row.get("exchange") for row in rows))[: len(SERIES)]
+    for i, name in enumerate(names):
+        own = [row for row in rows if row.get("exchange") == name]
+        x = [order[row["stage"], row.get("round")] for row in own]
+        marker = MARKERS[i] if len(x) <= 12 else ""
+        ax.plot(x, [row["train/loss"] for row in own], STROKES[i], color=SERIES[i], marker=marker, lw=1.6)
+    starts = [min(i for (stage, _), i in order.items() if stage == s) for s in sorted({k[0] for k in order})]
+    for start in starts[1:]:
+        ax.axvline(start - 0.5, color=LINE, lw=1.0, zorder=0)
+    ax.set_xlim(0.5, max(order.values(), default=1) + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("round")
+    ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+    ax.set_title("Training loss")
+
+
+def overlaid_curves(ax: Axes, records: Sequence[RunRecord]) -> None:
+    """Accuracy over all seen classes of several runs, in the order given; colours repeat after six."""
+    stages: set[int] = set()
+    for i, record in enumerate(records):
+        x = [row["stage"] + 1 for row in record.stages]
+        y = _percent([number(row, "accuracy") for row in record.stages])
+        look = i % len(SERIES)
+        stroke = STROKES[(look + i // len(SERIES)) % len(STROKES)]
+        ax.plot(x, y, linestyle=stroke, color=SERIES[look], marker=MARKERS[look], zorder=3, clip_on=False)
+        stages.update(x)
+    _stage_axis(ax, sorted(stages))
+    _percent_axis(ax)
+    ax.set_title("Accuracy over all seen classes")
+
+
+def save_accuracy(record: RunRecord, path: Path) -> Path:
+    """Write accuracy.png: the curve and the heat map; bars and the loss for a run with a single stage.
+
+    Returns the path. A run without any evaluation gives a picture that says so.
+    """
+    with styled():
+        made = figure(10.4, 4.3)
+        if not record.stages:
+            made.text(0.5, 0.5, "No accuracy has been recorded yet.", ha="center", color=MUTED)
+        else:
+            left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
+            single = len(record.stages) == 1
+            accuracy_bars(left, record) if single else accuracy_curve(left, record)
+            loss_curve(right, record) if single or not record.matrix else accuracy_heatmap(right, record.matrix)
+        made.savefig(path, dpi=160, facecolor="white", metadata={"Software": None})
+    return path
+
+
+def svg(made: Figure, name: str) -> str:
+    """SVG markup for use inside a page: no prologue, ids prefixed by `name`, colours as CSS variables."""
+    out = io.StringIO()
+    made.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
+    return _with_variables(text, VARIABLES)
+
+
+def _with_variables(text: str, variables: Mapping[str, str]) -> str:
+    for color, variable in variables.items():
+        text = re.sub(color, f"var({variable})", text, flags=re.IGNORECASE)
+    return text
+
+
+def _percent(values: Series) -> list[float]:
+    return [math.nan if v is None else 100 * v for v in values]
+
+
+def _percent_axis(ax: Axes) -> None:
+    ax.set_ylim(0, 103)
+    ax.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
+
+
+def _stage_axis(ax: Axes, stages: Sequence[int]) -> None:
+    ax.set_xlabel("stage")
+    ax.set_xticks(stages)
+    if stages:
+        ax.set_xlim(stages[0] - 0.3, stages[-1] + 0.3)
+
+
+def _ticks(number_of: int) -> tuple[range, list[str]]:
+    return range(number_of), [str(i + 1) for i in range(number_of)]
+
+
+def _legend_below(ax: Axes) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=3,
+        columnspacing=1.4,
+        handlelength=2.4,
+    )

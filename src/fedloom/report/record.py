@@ -1,0 +1,190 @@
+"""What a run folder holds, read without trusting it: any file may be missing, cut short or damaged."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedloom.core.errors import ConfigError
+
+Matrix = list[list[float | None]]
+Row = Mapping[str, Any]
+
+MARKS = ("config.yaml", "summary.json", "metrics.jsonl")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run as its folder tells it.
+
+    Mappings are empty where a file is missing. matrix: R[t][j] as fractions, None where there is no value.
+    problems: one sentence per file that is there but cannot be read. status: "done", "failed" or "unfinished".
+    picture: the picture of the partition, None where there is none.
+    """
+
+    folder: Path
+    status: str = "unfinished"
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    env: Mapping[str, Any] = field(default_factory=dict)
+    metrics: tuple[Row, ...] = ()
+    partition: Mapping[str, Any] = field(default_factory=dict)
+    matrix: Matrix = field(default_factory=list)
+    picture: Path | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def method(self) -> str:
+        """Name of the method, or of the folder where it is not recorded."""
+        return str(self.summary.get("method") or _dig(self.config, "method", "name") or self.folder.name)
+
+    @property
+    def dataset(self) -> str | None:
+        """Name of the data set."""
+        name = self.summary.get("dataset") or _dig(self.config, "data", "name")
+        return None if name is None else str(name)
+
+    @property
+    def seed(self) -> Any:
+        """Seed of the run."""
+        return self.summary.get("seed", self.config.get("seed"))
+
+    @property
+    def stages(self) -> list[Row]:
+        """The last row of scope "stage" per stage, in order."""
+        return list({row["stage"]: row for row in self._scope("stage")}.values())
+
+    @property
+    def rounds(self) -> list[Row]:
+        """Rows of scope "round", in order; a repeated round (after a resume) is its last repetition."""
+        return list({(r["stage"], r.get("round"), r.get("exchange")): r for r in self._scope("round")}.values())
+
+    def _scope(self, scope: str) -> Iterator[Row]:
+        rows = (row for row in self.metrics if row.get("scope") == scope and isinstance(row.get("stage"), int))
+        # Stable: rows of a stage keep the order in which they were written.
+        return iter(sorted(rows, key=lambda row: row["stage"]))
+
+
+def number(row: Row, key: str) -> float | None:
+    """A finite number of a row, else None."""
+    value = row.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder. Raises `ConfigError` when it is none, in one sentence that says what was looked for."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"'{folder}' is not a folder; give the folder of a run.")
+    if not any((folder / name).is_file() for name in MARKS):
+        raise ConfigError(f"'{folder}' is not a run folder: it holds none of {', '.join(MARKS)}.")
+    problems: list[str] = []
+    summary = _read_json(folder / "summary.json", problems)
+    metrics = _read_metrics(folder / "metrics.jsonl", problems)
+    config_text = _read_text(folder / "config.yaml", problems) or ""
+    return RunRecord(
+        folder=folder,
+        status=next(
+            (s for s, mark in (("done", "DONE"), ("failed", "FAILED")) if (folder / mark).exists()), "unfinished"
+        ),
+        summary=summary,
+        config=_parse_yaml(config_text, problems),
+        config_text=config_text,
+        env=_read_json(folder / "env.json", problems),
+        metrics=metrics,
+        partition=_read_json(folder / "partition.json", problems),
+        matrix=_find_matrix(folder, summary, metrics, problems),
+        picture=next((p for p in (folder / f"partition.{kind}" for kind in ("png", "svg")) if p.is_file()), None),
+        problems=tuple(problems),
+    )
+
+
+def _read_text(path: Path, problems: list[str]) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        problems.append(f"{path.name} cannot be read.")
+        return None
+
+
+def _read_json(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    text = _read_text(path, problems)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    problems.append(f"{path.name} does not hold a JSON object.")
+    return {}
+
+
+def _read_metrics(path: Path, problems: list[str]) -> tuple[Row, ...]:
+    rows, damaged = [], 0
+    for line in (_read_text(path, problems) or "").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line.strip():
+            damaged += 1
+    if damaged:
+        problems.append(f"{path.name} has {damaged} line{'s' * (damaged > 1)} that cannot be read.")
+    return tuple(rows)
+
+
+def _parse_yaml(text: str, problems: list[str]) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(text) if text else {}
+    except yaml.YAMLError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    problems.append("config.yaml does not hold a mapping.")
+    return {}
+
+
+def _find_matrix(folder: Path, summary: Row, metrics: tuple[Row, ...], problems: list[str]) -> Matrix:
+    """From the summary, else the CSV file, else the stage rows: the latter two exist while a run goes on."""
+    rows = summary.get("accuracy_matrix") or _read_matrix_csv(folder / "accuracy_matrix.csv", problems)
+    if not rows:
+        rows = [row.get("accuracy/tasks") for row in metrics if row.get("scope") == "stage"]
+    if not isinstance(rows, list):
+        return []
+    rows = [[number({"v": v}, "v") for v in row] for row in rows if isinstance(row, list)]
+    width = max(map(len, rows), default=0)
+    return [row + [None] * (width - len(row)) for row in rows] if width else []
+
+
+def _read_matrix_csv(path: Path, problems: list[str]) -> Matrix:
+    text = _read_text(path, problems)
+    lines = list(csv.reader((text or "").splitlines()))
+    if not lines:
+        return []
+    columns = [i for i, name in enumerate(lines[0]) if name.startswith("task_")]
+    try:
+        return [[float(line[i]) if line[i] else None for i in columns] for line in lines[1:]]
+    except (ValueError, IndexError):
+        problems.append(f"{path.name} cannot be read.")
+        return []
+
+
+def _dig(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree

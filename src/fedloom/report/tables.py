@@ -1,0 +1,113 @@
+"""The numbers of a run as tables for a terminal and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fedloom.report.units import NONE, byte_size, count, duration, percent, points, short_count, signed_points
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Summary = Mapping[str, Any]
+Format = Callable[[Any], str]
+
+# key of the summary, what people call it, how it is written; grouped as in a paper: results, then costs.
+RESULTS: tuple[tuple[str, str, Format], ...] = (
+    ("final_accuracy", "Final accuracy", percent),
+    ("average_incremental_accuracy", "Average incremental accuracy", percent),
+    ("accuracy_within_task", "Final accuracy, task known", percent),
+    ("forgetting", "Forgetting", points),
+    ("backward_transfer", "Backward transfer", signed_points),
+    ("per_client_accuracy_mean", "Clients, mean", percent),
+    ("per_client_accuracy_worst10", "Clients, worst 10 %", percent),
+    ("domain_mean", "Domains, mean", percent),
+    ("domain_std", "Domains, deviation (ddof 0)", points),
+    ("domain_worst", "Domains, worst", percent),
+)
+COSTS: tuple[tuple[str, str, Format], ...] = (
+    ("wall_seconds", "Wall time", duration),
+    ("train_seconds", "Training time, all clients", duration),
+    ("bytes_up", "Sent by clients", byte_size),
+    ("bytes_down", "Sent to clients", byte_size),
+    ("parameters", "Parameters", short_count),
+    ("active_parameters", "Parameters used per example", short_count),
+    ("flops_per_example", "FLOPs per example", short_count),
+    ("peak_rss_bytes", "Peak memory", byte_size),
+)
+TROUBLE: tuple[tuple[str, str, Format], ...] = (
+    ("failed_clients", "Failed clients", count),
+    ("rejected_updates", "Rejected updates", count),
+    ("degraded_rounds", "Degraded rounds", count),
+    ("unseen_examples", "Test examples of unseen classes", count),
+)
+
+
+def lines_of(summary: Summary, keys: tuple[tuple[str, str, Format], ...]) -> list[tuple[str, str]]:
+    """(label, value) of the keys that have a value."""
+    return [(label, write(summary[key])) for key, label, write in keys if summary.get(key) is not None]
+
+
+def summary_lines(summary: Summary) -> list[tuple[str, str]]:
+    """(label, value) of everything worth a line after a run; what does not apply is left out.
+
+    Troubles are listed only where something went wrong.
+    """
+    trouble = [(label, write(summary[key])) for key, label, write in TROUBLE if summary.get(key)]
+    return lines_of(summary, RESULTS) + lines_of(summary, COSTS) + trouble
+
+
+def run_title(summary: Summary) -> str:
+    """One line that says which run this is: method, preset, data set, seed."""
+    method = str(summary.get("method") or "run")
+    preset = f" ({summary['preset']})" if summary.get("preset") else ""
+    dataset = f" on {summary['dataset']}" if summary.get("dataset") else ""
+    seed = "" if summary.get("seed") is None else f", seed {summary['seed']}"
+    return f"{method}{preset}{dataset}{seed}"
+
+
+def summary_table(summary: Summary) -> Table:
+    """A rich table for the terminal, results first, then costs, then troubles if any."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(run_title(summary)), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right", style="bold")
+    trouble = [(label, write(summary[key])) for key, label, write in TROUBLE if summary.get(key)]
+    for group in (lines_of(summary, RESULTS), lines_of(summary, COSTS), trouble):
+        for label, value in group:
+            table.add_row(escape(label), escape(value))
+        table.add_section()
+    return table
+
+
+def summary_text(summary: Summary) -> str:
+    """The same table as plain text, for logs and pipes."""
+    lines = summary_lines(summary)
+    left = max((len(label) for label, _ in lines), default=0)
+    right = max((len(value) for _, value in lines), default=0)
+    return "\n".join([run_title(summary), *(f"  {label:<{left}}  {value:>{right}}" for label, value in lines)])
+
+
+def comparison_rows(summaries: Mapping[str, Summary]) -> list[tuple[str, list[str]]]:
+    """(label, one value per run) for every number that at least one of the runs has."""
+    return [
+        (label, [NONE if (s.get(key) is None) else write(s[key]) for s in summaries.values()])
+        for key, label, write in (*RESULTS, *COSTS, *TROUBLE)
+        if any(s.get(key) is not None for s in summaries.values())
+    ]
+
+
+def markdown_table(summaries: Mapping[str, Summary]) -> str:
+    """A Markdown table, one column per named run, one line per number that some run has."""
+    head = ["", *(_cell(name) for name in summaries)]
+    rule = ["---", *("---:" for _ in summaries)]
+    body = [[label, *values] for label, values in comparison_rows(summaries)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *body)) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")

@@ -1,0 +1,152 @@
+"""A federation of Gaussian blobs: two features per class, clients of unequal size, classes that arrive in tasks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.core import Batches, Forward, Method, Stage
+from fedloom.core.seeds import generator, seeded_init
+from fedloom.engine.experiment import Experiment
+from fedloom.local import SGD, LocalSGD
+from fedloom.select.sampling import uniform_cohort
+
+
+@dataclass(frozen=True)
+class BlobPlan:
+    """A `DataPlan`: class c is a Gaussian around a corner; client i holds every i-th example, unequally many."""
+
+    num_clients: int = 4
+    num_classes: int = 6
+    num_stages: int = 3
+    rounds: int = 2
+    seed: int = 0
+    per_class: int = 40
+    empty: tuple[int, ...] = ()
+
+    @property
+    def tasks(self) -> Sequence[Sequence[int]]:
+        size = self.num_classes // self.num_stages
+        return [list(range(t * size, (t + 1) * size)) for t in range(self.num_stages)]
+
+    def _pool(self, what: str) -> tuple[Tensor, Tensor]:
+        y = torch.arange(self.num_classes).repeat_interleave(self.per_class)
+        angle = y * (2 * torch.pi / self.num_classes)
+        noise = torch.randn(len(y), 2, generator=generator(self.seed, "blobs", what))
+        return torch.stack([angle.cos(), angle.sin()], 1) * 3 + 0.5 * noise, y
+
+    def stage(self, index: int, client: int | None = None) -> Stage:
+        classes = tuple(self.tasks[index])
+        seen = tuple(c for task in self.tasks[: index + 1] for c in task)
+        return Stage(index, self.num_stages, self.rounds, classes, seen)
+
+    def _indices(self, client: int, stage: int) -> Tensor:
+        _, y = self._pool("train")
+        mine = torch.isin(y, torch.tensor(self.tasks[stage])).nonzero().flatten()
+        owner = torch.randint(0, self.num_clients * 2, (len(mine),), generator=generator(self.seed, "who", stage))
+        return mine[(owner == client) | (owner == client + self.num_clients) & (client % 2 == 0)]
+
+    def participants(self, stage: int) -> Sequence[int]:
+        return [c for c in range(self.num_clients) if c not in self.empty]
+
+    def size(self, client: int, stage: int) -> int:
+        return len(self._indices(client, stage))
+
+    def train(self, client: int, stage: int, round: int | None, exchange: str) -> Batches:
+        x, y = self._pool("train")
+        key = (self.seed, "batches", stage, round, client, exchange)
+        return Batches(x, y, self._indices(client, stage), key=key, prepare=lambda x, rng: x)
+
+    def test(self, task: int) -> Batches:
+        x, y = self._pool("test")
+        rows = torch.isin(y, torch.tensor(self.tasks[task])).nonzero().flatten()
+        return Batches(x, y, rows, key=(self.seed, "test"), prepare=lambda x, rng: x)
+
+    def label_counts(self, client: int, stage: int) -> Tensor:
+        _, y = self._pool("train")
+        counts = torch.zeros(self.num_classes, dtype=torch.long)
+        for s in range(stage + 1):
+            counts += torch.bincount(y[self._indices(client, s)], minlength=self.num_classes)
+        return counts
+
+    def fingerprint(self) -> str:
+        return repr(self)
+
+
+class Features(nn.Module):
+    """Linear -> BatchNorm -> ReLU on two features."""
+
+    def __init__(self, width: int = 8, norm: bool = True):
+        super().__init__()
+        self.num_features = width
+        self.layers = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width) if norm else nn.Identity(), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Headed(nn.Module):
+    """Features and a fixed-width linear head."""
+
+    class_rows = {"head.weight": 0, "head.bias": 0}
+
+    def __init__(self, body: nn.Module, num_classes: int):
+        super().__init__()
+        self.body, self.head = body, nn.Linear(body.num_features, num_classes)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        feats = self.body(x)
+        return {"logits": self.head(feats), "feats": feats}
+
+
+@dataclass(frozen=True)
+class BlobSpec:
+    """A `ModelSpec` for the blobs."""
+
+    num_classes: int = 6
+    seed: int = 0
+    norm: bool = True
+
+    def backbone(self) -> nn.Module:
+        with seeded_init(self.seed, "backbone"):
+            return Features(norm=self.norm)
+
+    def classifier(self) -> nn.Module:
+        body = self.backbone()
+        with seeded_init(self.seed, "head"):
+            return Headed(body, self.num_classes)
+
+
+def local(**changes: Any) -> LocalSGD:
+    """Local training that suits the blobs."""
+    return LocalSGD(**{"optimizer": SGD(lr=0.1, momentum=0.5), "epochs": 2, "batch_size": 8, **changes})
+
+
+def method_of(name: str, **options: Any) -> Method:
+    """A method by `module:factory`, on the blobs' local training."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)(local=local(), **options)
+
+
+def experiment(name: str, *, seed: int = 0, cohort: float = 0.5, spec: Any = None, **changes: Any) -> Experiment:
+    """An experiment on the blobs that any process can rebuild; `options` go to the method, the rest to the plan."""
+    options = changes.pop("options", {})
+    plan = BlobPlan(seed=seed, **changes)
+    return Experiment(
+        method=method_of(name, **options),
+        spec=spec or BlobSpec(num_classes=plan.num_classes, seed=seed),
+        forward=Forward(),
+        plan=plan,
+        sampler=uniform_cohort,
+        seed=seed,
+        cohort=cohort,
+        rebuild=functools.partial(
+            experiment, name, seed=seed, cohort=cohort, spec=spec, options=options, **changes
+        ),
+    )
