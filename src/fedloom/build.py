@@ -52,15 +52,13 @@ def build(config: Config, *, data: Any = None, model: Any = None) -> Built:
     """
     source = _source(config, data)
     config = _resolved(config, source, data, model)
-    experiment = _experiment(config, source, model)
-    module = experiment.method.module(experiment.spec)
+    made = _experiment(config, source, model)
+    module = made.method.module(made.spec)
     layout = _layout(config, module)
     tree = _with(config, "training", memory_format=layout)
-    forward = _forward(tree)
-    experiment = replace(experiment, forward=forward, **_rebuild(tree, source, model))
-    device = forward.device.type
-    key = config_hash(tree.as_dict(), source.fingerprint, device, layout)
-    return Built(tree, source, experiment, _options(tree, experiment, module, key), key, module)
+    made = replace(made, forward=forward(tree), **_rebuild(tree, source, model))
+    key = config_hash(tree.as_dict(), source.fingerprint, made.forward.device.type, layout)
+    return Built(tree, source, made, _options(tree, made, module, key), key, module)
 
 
 def experiment(config: Config | Mapping[str, Any], *, data: Any = None, model: Any = None) -> Experiment:
@@ -75,7 +73,7 @@ def experiment_from_dict(tree: Mapping[str, Any], source: Source | None = None, 
     """
     config = resolve(tree)
     found = source if source is not None else load_data(config)
-    return replace(_experiment(config, found, model), forward=_forward(config))
+    return replace(_experiment(config, found, model), forward=forward(config))
 
 
 def load_data(config: Config) -> Source:
@@ -215,7 +213,7 @@ def _experiment(config: Config, source: Source, model: Any) -> Experiment:
     built = plan(config, source)
     return Experiment(
         method=method(config),
-        spec=_spec(config, source, model),
+        spec=network(config, source.num_classes, source.input_shape, model),
         forward=Forward(),
         plan=built,
         sampler=uniform_cohort,
@@ -225,7 +223,8 @@ def _experiment(config: Config, source: Source, model: Any) -> Experiment:
     )
 
 
-def _spec(config: Config, source: Source, model: Any) -> ModelSpec:
+def network(config: Config, num_classes: int, input_shape: tuple[int, ...], model: Any = None) -> ModelSpec:
+    """The network of the section `model`, or the user's own."""
     from fedloom.methods import load_attribute
     from fedloom.models.spec import NetworkSpec
     from fedloom.own_model import own_spec
@@ -240,10 +239,10 @@ def _spec(config: Config, source: Source, model: Any) -> ModelSpec:
         model = load_attribute(part.name, "model.name")
     if model is None:
         options = tuple(part.options.items())
-        return NetworkSpec(part.name, source.num_classes, source.input_shape, config.seed, part.weights, options)
+        return NetworkSpec(part.name, num_classes, input_shape, config.seed, part.weights, options)
     if part.weights is not None:
         raise ConfigError("model.weights is for models by name; load the weights into the model that you pass")
-    return own_spec(model, source.num_classes, source.input_shape, config.seed, **part.options)
+    return own_spec(model, num_classes, input_shape, config.seed, **part.options)
 
 
 def _layout(config: Config, module: nn.Module) -> str:
@@ -254,7 +253,8 @@ def _layout(config: Config, module: nn.Module) -> str:
     return str(getattr(module, "memory_format", getattr(body, "memory_format", "contiguous")))
 
 
-def _forward(config: Config) -> Forward:
+def forward(config: Config) -> Forward:
+    """How a forward pass runs; the memory format must be resolved."""
     import torch
 
     from fedloom.core import Forward

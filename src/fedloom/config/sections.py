@@ -19,6 +19,7 @@ Natural = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+Share = Annotated[float, Gt(0), Le(1)]
 OpenFraction = Annotated[float, Gt(0), Lt(1)]
 Below1 = Annotated[float, Ge(0), Lt(1)]
 
@@ -122,13 +123,18 @@ class Static(Section):
 
 
 class ClassIncremental(Section):
-    """Classes arrive task by task. shift: how many stages late a client of a `shifted` arrival may be."""
+    """Classes arrive task by task.
+
+    shift: how many stages late a client of a `shifted` arrival may be. stages: length of an explicit schedule,
+    by default up to its last entry.
+    """
 
     kind: Literal["class_incremental"] = "class_incremental"
     tasks: Annotated[Any, _count_or("coarse", "fine")] = 5
     class_order: Annotated[Any, PlainValidator(_class_order)] = "seeded"
     arrival: Annotated[Any, PlainValidator(_arrival)] = "synchronous"
     shift: Count = 1
+    stages: Count | None = None
 
 
 class Iid(Section):
@@ -139,12 +145,13 @@ class Iid(Section):
 
 
 class Dirichlet(Section):
-    """Shares of every class drawn from Dir(alpha)."""
+    """Shares of every class drawn from Dir(alpha); variants as in `fedloom.data.dirichlet`."""
 
     kind: Literal["dirichlet"] = "dirichlet"
     clients: Count = 10
     alpha: Positive = 0.5
     min_size: Natural = 0
+    variant: Literal["balanced", "plain"] = "balanced"
 
 
 class QuantityLabel(Section):
@@ -154,6 +161,7 @@ class QuantityLabel(Section):
     clients: Count = 10
     alpha_q: Count = 2
     qli_mode: Literal["niid_bench", "pilora_shards", "glfc_classes"] = "niid_bench"
+    shard_fraction: Share = 0.8
 
 
 class QuantitySkew(Section):

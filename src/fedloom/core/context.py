@@ -135,12 +135,14 @@ class Net:
         return torch.autocast(self.forward.device.type, dtype=torch.bfloat16)
 
     def train(self, mode: bool = True) -> None:
-        """Switch training mode; modules whose parameters are frozen stay in evaluation mode."""
+        """Switch training mode; parts of the network that are frozen as a whole stay in evaluation mode."""
         self.module.train(mode)
         if mode:
+            # By identity: a phase of local training takes requires_grad away for a while.
+            trainable = {id(p) for p in self._params.values()}
             for module in self.module.modules():
-                own = list(module.parameters(recurse=False))
-                if own and not any(p.requires_grad for p in own):
+                inside = [id(p) for p in module.parameters()]
+                if inside and trainable.isdisjoint(inside):
                     module.eval()
 
     def twin(self) -> Net:
@@ -172,7 +174,7 @@ class Context:
     round: int | None = None
     exchange: str = "train"
     client: ClientId | None = None
-    _masks: dict[str, Tensor | None] = field(default_factory=dict, repr=False, compare=False)
+    _masks: dict[str, Tensor | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def global_round(self) -> int:

@@ -22,7 +22,8 @@ class Dirichlet:
 
     variant "balanced": a client that already holds n/N examples of the task gets nothing of the next class, as in
     the code of LANDER (CVPR 2024) and FedCBDR (NeurIPS 2025); "plain": no such cap (NIID-Bench, arXiv 2102.02079).
-    Cut points are floored.
+    Cut points are floored. Differs: clients take turns in random order per class, since the last of them gets the
+    remainder; in the published code that is always the last client.
     min_size 0: up to 100 draws for one in which every client holds something, then the draw with the fewest empty
     clients. Differs: the published loop has no end, and in practice never ends for many clients and small alpha.
     min_size k > 0: every client holds at least k; what the draw did not give, the largest clients give.
@@ -64,12 +65,15 @@ class Dirichlet:
         held = np.zeros(clients, np.int64)
         for group in groups:
             shares = rng.dirichlet(np.full(clients, self.alpha))
+            # Flooring leaves the remainder of every class to the last in turn; with a fixed turn that would
+            # always be the same client.
+            turn = rng.permutation(clients)
             if self.variant == "balanced":
-                shares = _capped(shares, held < total / clients)
+                shares = _capped(shares, held[turn] < total / clients)
             cuts = np.floor(np.cumsum(shares)[:-1] * len(group)).astype(np.int64).clip(0, len(group))
             counts = np.diff(cuts, prepend=0, append=len(group))
-            owners[group] = np.repeat(np.arange(clients), counts)
-            held += counts
+            owners[group] = np.repeat(turn, counts)
+            held[turn] += counts
         return owners
 
 

@@ -168,7 +168,8 @@ def _repository(hub: str, root: str | Path | None, reading: Reading, store: Cach
     if not files:
         raise DataError(
             f"data.root '{root}' has no data set '{hub}': no parquet file in '{base}'. Fetch it there with "
-            f"'hf download {hub} --repo-type dataset --local-dir {base}', or unset data.root and FEDLOOM_DATA to use the hub"
+            f"'hf download {hub} --repo-type dataset --local-dir {base}', or unset data.root and FEDLOOM_DATA to use "
+            "the hub"
         )
     files = _of_config(hub, files, base, reading.config)
     return _from_parquet(files, base, reading, store, extra, statistics=entry.statistics)
@@ -266,6 +267,4 @@ def _folder(name: str, path: Path, reading: Reading, store: Cache, keep: Mapping
 
 
 def _images_below(root: Path) -> list[Path]:
-    return sorted(
-        p for d in root.iterdir() if d.is_dir() for p in d.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES
-    )
+    return sorted(p for d in root.iterdir() if d.is_dir() for p in d.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)

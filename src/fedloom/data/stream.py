@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,11 +54,13 @@ def split_classes(num_classes: int, tasks: int, order: Sequence[int] | None = No
     """
     at_least("stream.tasks", tasks, 1)
     if tasks > num_classes:
-        raise ConfigError(f"stream.tasks is {tasks} but there are {num_classes} classes; use at most {num_classes} tasks")
+        raise ConfigError(
+            f"stream.tasks is {tasks} but there are {num_classes} classes; use at most {num_classes} tasks"
+        )
     order = range(num_classes) if order is None else order
     step = num_classes // tasks
     cuts = [step * t for t in range(tasks)] + [num_classes]
-    return tuple(tuple(sorted(order[a:b])) for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(tuple(sorted(order[a:b])) for a, b in pairwise(cuts))
 
 
 def count_tasks(tasks: int | str, granularity: Mapping[str, int], name: str) -> int:
@@ -66,7 +69,9 @@ def count_tasks(tasks: int | str, granularity: Mapping[str, int], name: str) -> 
         if tasks in granularity:
             return granularity[tasks]
         known = ", ".join(f"{k} = {v}" for k, v in granularity.items()) or "none"
-        raise ConfigError(f"stream.tasks '{tasks}' is not defined for '{name}' (defined: {known}); give a number of tasks")
+        raise ConfigError(
+            f"stream.tasks '{tasks}' is not defined for '{name}' (defined: {known}); give a number of tasks"
+        )
     at_least("stream.tasks", tasks, 1)
     return tasks
 
@@ -147,7 +152,10 @@ class PerClient:
 
     @cached_property
     def _orders(self) -> np.ndarray:
-        draw = (np.random.default_rng(seed_for(self.seed, "arrival", c)).permutation(self.tasks) for c in range(self.clients))
+        draw = (
+            np.random.default_rng(seed_for(self.seed, "arrival", c)).permutation(self.tasks)
+            for c in range(self.clients)
+        )
         return np.stack(list(draw)).astype(np.int32)
 
     def task(self, client: int, stage: int) -> int | None:
@@ -215,7 +223,9 @@ def _schedule(arrival: Mapping[Any, Any], tasks: int, clients: int, stages: int 
     if not starts:
         raise ConfigError("stream.arrival is an empty schedule; give at least one client a task at stage 0")
     if min(starts) > 0:
-        raise ConfigError(f"stream.arrival: nobody has a task before stage {min(starts)}; let a client start at stage 0")
+        raise ConfigError(
+            f"stream.arrival: nobody has a task before stage {min(starts)}; let a client start at stage 0"
+        )
     return Schedule(dict(sorted(entries.items())), stages or max(starts) + 1)
 
 

@@ -37,7 +37,7 @@ class Table:
         return list(self.data.column_names)
 
     def kind(self, column: str) -> str:
-        """"image", "class", "number" or "other"."""
+        """ "image", "class", "number" or "other"."""
         import pyarrow.types as types
 
         declared = self.features.get(column)
@@ -64,7 +64,9 @@ def read_parquet(files: Sequence[Path]) -> Table:
         except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"parquet file '{path}' cannot be read ({reason}); fetch or write it again") from error
-    different = next((p for p, part in zip(files, parts, strict=True) if part.schema.names != parts[0].schema.names), None)
+    different = next(
+        (p for p, part in zip(files, parts, strict=True) if part.schema.names != parts[0].schema.names), None
+    )
     if different is not None:
         raise DataError(f"parquet file '{different}' has other columns than '{files[0]}'; keep one data set per folder")
     ends = np.cumsum([len(part) for part in parts])
@@ -111,7 +113,11 @@ def source_from_tables(name: str, tables: Mapping[str, Table], reading: Reading,
     splits = [train] if test is None else [train, test]
     for table in splits:
         _check_columns(name, table, [label, *inputs])
-    xs = _images(splits, inputs[0], reading) if train.kind(inputs[0]) == "image" else [_numbers(t, inputs) for t in splits]
+    xs = (
+        _images(splits, inputs[0], reading)
+        if train.kind(inputs[0]) == "image"
+        else [_numbers(t, inputs) for t in splits]
+    )
     names = train.features.get(label, {}).get("names") if train.kind(label) == "class" else None
     raw = [_label_values(name, t, label) for t in splits]
     y_train, y_test, class_names, notes = index_labels(*raw, names=names, where=f"labels '{label}' of data '{name}'")

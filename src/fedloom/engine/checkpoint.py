@@ -65,6 +65,7 @@ class Checkpoints:
     def __init__(self, run: Path, keep: int, config_hash: str):
         self.folder, self.keep, self.config_hash = run / "checkpoints", keep, config_hash
         self.store = ClientStore(run / "clients")
+        self._hashes: dict[int, tuple[str, str]] = {}
 
     def save(self, server: Payload, progress: Progress) -> None:
         """Write server state and progress; older checkpoints and unreferenced client states are then removed."""
@@ -93,13 +94,17 @@ class Checkpoints:
         configuration has changed.
         """
         found = self._all()
+        damaged: list[Path] = []
         for path in reversed(found):
             try:
-                return self._read(path)
-            except CheckpointError as error:
-                if "configuration" in str(error):
-                    raise
+                loaded = self._read(path)
+            except _Damaged as error:
+                damaged.append(path)
                 note(f"{error}; trying the one before")
+                continue
+            for useless in damaged:  # else they would count among those that are kept
+                shutil.rmtree(useless, ignore_errors=True)
+            return loaded
         if found:
             raise CheckpointError(f"every checkpoint in {self.folder} is damaged; run the configuration again")
         return None
@@ -108,26 +113,46 @@ class Checkpoints:
         try:
             meta = json.loads((path / "meta.json").read_text())
             progress, sha = Progress.of(meta["progress"]), meta["server_sha256"]
+            clients = {int(client): (str(version), str(sha)) for client, (version, sha) in meta["clients"].items()}
+            config_hash = meta["config_hash"]
             sound = file_sha256(path / "server.safetensors") == sha
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"checkpoint {path} is damaged ({error})") from error
+            raise _Damaged(f"checkpoint {path} is damaged ({type(error).__name__}: {error})") from error
         if not sound:
-            raise CheckpointError(f"checkpoint {path} is damaged (its server state has changed on disk)")
-        if meta["config_hash"] != self.config_hash:
+            raise _Damaged(f"checkpoint {path} is damaged (its server state has changed on disk)")
+        if config_hash != self.config_hash:
             raise CheckpointError(
                 f"the configuration of {path.parent.parent} has changed since its checkpoint was written; "
                 "restore config.yaml, or start a new run with the changed one"
             )
+        self._check_clients(path, progress, clients)
+        try:
+            server = load_payload(path / "server.safetensors")
+        except CheckpointError as error:
+            raise _Damaged(str(error)) from error
+        self._hashes = clients
+        return server, progress
+
+    def _check_clients(self, path: Path, progress: Progress, clients: Mapping[int, tuple[str, str]]) -> None:
         for client, version in progress.versions.items():
-            self.store.load(client, version)
-        return load_payload(path / "server.safetensors"), progress
+            file = self.store.path(client, version)
+            try:
+                sound = clients.get(client) == (version, file_sha256(file))
+            except OSError:
+                sound = False
+            if not sound:
+                raise _Damaged(f"checkpoint {path} is damaged (the state of client {client} is missing or has changed)")
 
     def _meta(self, progress: Progress, server: Path) -> dict[str, Any]:
         from fedloom import __version__
 
+        for client, version in progress.versions.items():
+            if self._hashes.get(client, ("", ""))[0] != version:
+                self._hashes[client] = version, file_sha256(self.store.path(client, version))
         return {
             "progress": asdict(progress),
             "server_sha256": file_sha256(server),
+            "clients": {client: self._hashes[client] for client in progress.versions},
             "config_hash": self.config_hash,
             "fedloom": __version__,
             "torch": str(torch.__version__),
@@ -142,5 +167,18 @@ class Checkpoints:
         found = self._all()
         for path in found[: -self.keep]:
             shutil.rmtree(path, ignore_errors=True)
-        kept = [json.loads((path / "meta.json").read_text())["progress"]["versions"] for path in found[-self.keep :]]
-        self.store.prune([{int(client): version for client, version in index.items()} for index in kept])
+        kept = [_versions(path) for path in found[-self.keep :]]
+        self.store.prune(kept)
+
+
+class _Damaged(CheckpointError):
+    """A checkpoint that cannot be read; an older one may do."""
+
+
+def _versions(path: Path) -> dict[int, str]:
+    """Client states that a checkpoint names; none when it is damaged."""
+    try:
+        named = json.loads((path / "meta.json").read_text())["progress"]["versions"]
+        return {int(client): str(version) for client, version in named.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.core import ClientId, Payload
+from fedloom.core import ClientId, Payload, RunError
 from fedloom.engine.checkpoint import Progress
 from fedloom.engine.experiment import Experiment
-from fedloom.engine.runtime import CHUNK, Measured, Probe
+from fedloom.engine.runtime import CHUNK, Failed, Measured, Probe
 from fedloom.engine.serial import Workforce
 from fedloom.evaluate.personal import expected_accuracy, spread
 from fedloom.evaluate.predict import Counts
@@ -82,6 +82,14 @@ def _measure(
     answers = force.carry_out(probes, down, stop=stop)
     found: dict[ClientId | None, list[Counts]] = {client: [] for client in clients}
     for answer in answers:
+        if isinstance(answer, Failed):
+            view = "the global view" if answer.client is None else f"the view of client {answer.client}"
+            cause = (
+                answer.reason if answer.fatal else f"evaluation of {view} after stage {stage} failed: {answer.reason}"
+            )
+            error = RunError(cause)
+            error.add_note(answer.trace)
+            raise error
         assert isinstance(answer, Measured)
         found[answer.client].append(answer.counts)
     zero = Counts.zero(experiment.plan.num_classes)
@@ -113,6 +121,4 @@ def _clients(
 
 def _same_view(a: Payload, b: Payload) -> bool:
     """True when both views are made of the very same tensors."""
-    return a.keys() == b.keys() and all(
-        a[f].keys() == b[f].keys() and all(a[f][n] is b[f][n] for n in a[f]) for f in a
-    )
+    return a.keys() == b.keys() and all(a[f].keys() == b[f].keys() and all(a[f][n] is b[f][n] for n in a[f]) for f in a)

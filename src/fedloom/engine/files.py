@@ -25,7 +25,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         mend = "free some space and resume the run" if full else "check the folder and its permissions"
-        raise RunError(f"cannot write {path}: {os.strerror(error.errno or 0).lower()}; {mend}") from error
+        cause = (error.strerror or str(error)).lower()
+        raise RunError(f"cannot write {path}: {cause}; {mend}") from error
 
 
 def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:

@@ -85,7 +85,7 @@ class RunFolder:
         """Cut metrics.jsonl back to what a checkpoint knows; later rows will be made again."""
         if self.metrics.exists():
             with disk_errors(self.metrics), open(self.metrics, "r+b") as file:
-                file.truncate(size)
+                file.truncate(min(size, self.metrics_size()))
 
     def log(self, text: str) -> None:
         """Add a line to log.txt."""

@@ -6,14 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedloom.core import ClientId, Context, Interrupted, Payload, Reply, RunError, Trip
-from fedloom.core.errors import PayloadError
+from fedloom.core.errors import FedloomError, PayloadError
 from fedloom.core.payload import canonical, check_finite, check_like, check_structure, nbytes
 from fedloom.engine.checkpoint import Checkpoints, Progress
 from fedloom.engine.evaluation import evaluate_stage
@@ -25,8 +25,12 @@ from fedloom.engine.serial import Workforce
 from fedloom.engine.spool import Reader, Ref
 from fedloom.engine.store import version_of
 
+Absorb = Callable[[Payload, Sequence[Reply], Context], Payload]
 
-def run(experiment: Experiment, options: Options, folder: RunFolder, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+
+def run(
+    experiment: Experiment, options: Options, folder: RunFolder, observers: Sequence[Observer] = ()
+) -> dict[str, Any]:
     """Carry out a run from its newest checkpoint, or from the start, and return what it measured.
 
     Writes metrics.jsonl, accuracy_matrix.csv, checkpoints/ and model/ in the folder. Raises `RunError` when the
@@ -63,12 +67,20 @@ class Loop:
                 for stage in range(progress.stage, self.experiment.plan.num_stages):
                     server = self._stage(stage, server, progress)
         except Interrupted:
-            server, progress = self._committed
-            if self.options.checkpoint_every and self.saved != (progress.stage, progress.trip):
-                self._checkpoint(server, progress)
+            self._rescue()
+            raise
+        except Exception:
+            with suppress(RunError):  # what ended the run matters more
+                self._rescue()
             raise
         progress.wall_seconds = self._wall()
         return conclude(self.experiment, self.force.runtime, self.folder, server, progress)
+
+    def _rescue(self) -> None:
+        """Checkpoint the last committed round, unless that was done."""
+        server, progress = self._committed
+        if self.options.checkpoint_every and self.saved != (progress.stage, progress.trip):
+            self._checkpoint(server, progress)
 
     def note(self, text: str) -> None:
         """Tell the user and the log."""
@@ -118,9 +130,12 @@ class Loop:
         if not trips:
             self._record(self._evaluate(stage, server, progress, row=True), "stage_done")
             progress.stage, progress.trip = stage + 1, 0
+            self._commit(server, progress, forced=True)
         return server
 
-    def _trip(self, stage: int, k: int, trip: Trip, server: Payload, progress: Progress) -> tuple[dict[str, Any], Payload]:
+    def _trip(
+        self, stage: int, k: int, trip: Trip, server: Payload, progress: Progress
+    ) -> tuple[dict[str, Any], Payload]:
         began = time.perf_counter()
         exchange = self.force.runtime.exchanges[trip.exchange]
         cohort = self.experiment.draw(stage, trip.round, trip.who)
@@ -138,7 +153,7 @@ class Loop:
         accepted = [answer for answer in done if self._acceptable(answer, server, stage, trip)]
         versions = {item.client: item.version for item in work}
         new = self._absorb(accepted, exchange.absorb, server, stage, trip)
-        degraded = bool(work) and new is None or not work
+        degraded = new is None
         progress.versions |= {a.client: versions[a.client] for a in accepted if a.stored}
         progress.served = sorted({*progress.served, *(answer.client for answer in accepted)})
         up = sum(_size(answer.ref, rows, len(seen)) for answer in done)
@@ -183,6 +198,8 @@ class Loop:
             where = self._where(failure.client, stage, trip)
             self.note(f"{where} failed: {failure.reason}")
             self.folder.log(failure.trace)
+            if failure.fatal:
+                raise RunError(failure.reason)
         if failures and self.options.on_client_failure == "fail":
             where = self._where(failures[0].client, stage, trip)
             raise RunError(f"{where} failed: {failures[0].reason}; engine.on_client_failure is 'fail'")
@@ -212,7 +229,7 @@ class Loop:
     def _absorb(
         self,
         accepted: Sequence[Done],
-        absorb: Callable[[Payload, Sequence[Reply], Context], Payload],
+        absorb: Absorb,
         server: Payload,
         stage: int,
         trip: Trip,
@@ -224,7 +241,7 @@ class Loop:
             return None
         replies = [Reply(a.client, a.weight, self.reader.open(a.ref), a.metrics) for a in counted]
         with seeded(self.experiment.seed, "absorb", stage, trip.round, trip.exchange):
-            new = absorb(server, replies, self.context(stage, trip))
+            new = self._merge(absorb, server, replies, stage, trip)
         check_structure(new, "the server state")
         try:
             check_finite({f: {n: t for n, t in tree.items() if not _same(t, server, f, n)} for f, tree in new.items()})
@@ -233,9 +250,24 @@ class Loop:
             return None
         return _fresh(new, self.reader)
 
+    def _merge(self, absorb: Absorb, server: Payload, replies: Sequence[Reply], stage: int, trip: Trip) -> Payload:
+        try:
+            return absorb(server, replies, self.context(stage, trip))
+        except FedloomError:
+            raise
+        except Exception as error:
+            where = f"stage {stage}, round {trip.round}, exchange '{trip.exchange}'"
+            raise RunError(f"{where}: the server's update failed: {type(error).__name__}: {error}") from error
+
     def _evaluate(self, stage: int, server: Payload, progress: Progress, *, row: bool) -> dict[str, Any]:
         return evaluate_stage(
-            self.experiment, self.force, server, progress, stage, personal=self.options.personal and row, final=row,
+            self.experiment,
+            self.force,
+            server,
+            progress,
+            stage,
+            personal=self.options.personal and row,
+            final=row,
             stop=self.stop.is_set,
         )
 
@@ -250,6 +282,8 @@ class Loop:
         every = self.options.checkpoint_every
         if every and (forced or progress.rounds % every == 0):
             self._checkpoint(server, progress)
+        elif not every:
+            self.checkpoints.store.prune([progress.versions])
 
     def _checkpoint(self, server: Payload, progress: Progress) -> None:
         self.checkpoints.save(server, progress)
@@ -270,7 +304,9 @@ def _tell(folder: RunFolder, observers: Sequence[Observer], text: str) -> None:
 
 def _fresh(state: Payload, reader: Reader) -> dict[str, dict[str, Tensor]]:
     """The state in canonical tensors that no spool file will overwrite."""
-    return {f: {n: canonical(t.clone() if reader.holds(t) else t) for n, t in tree.items()} for f, tree in state.items()}
+    return {
+        f: {n: canonical(t.clone() if reader.holds(t) else t) for n, t in tree.items()} for f, tree in state.items()
+    }
 
 
 def _same(tensor: Tensor, server: Payload, field: str, name: str) -> bool:
@@ -341,4 +377,3 @@ def _graceful(stop: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-

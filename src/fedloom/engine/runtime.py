@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedloom.core import Batches, ClientId, Context, Payload, Update
+from fedloom.core import Batches, ClientId, Context, Payload, RunError, Update
 from fedloom.core.payload import check_finite, check_structure
 from fedloom.core.seeds import seed_for
 from fedloom.engine.experiment import Experiment
@@ -59,11 +59,12 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A client that raised. trace is for the log."""
+    """A client, or a piece of evaluation, that raised. trace is for the log. fatal: no fault of the client."""
 
-    client: ClientId
+    client: ClientId | None
     reason: str
     trace: str
+    fatal: bool = False
 
 
 class Measured(NamedTuple):
@@ -93,11 +94,13 @@ class Runtime:
         return self.experiment.context(self.net, stage, round=round, exchange=exchange, client=client)
 
     def carry_out(self, instruction: Instruction, down: Payload) -> Answer:
-        """Do one piece of work; whatever a client raises becomes `Failed`."""
-        if isinstance(instruction, Probe):
-            return self._measure(instruction, down)
+        """Do one piece of work; whatever it raises becomes `Failed`."""
         try:
+            if isinstance(instruction, Probe):
+                return self._measure(instruction, down)
             return self._work(instruction, down)
+        except RunError as error:  # a full disk, say: the run cannot go on, whoever was at work
+            return Failed(instruction.client, str(error), traceback.format_exc(), fatal=True)
         except Exception as error:
             return Failed(instruction.client, f"{type(error).__name__}: {error}", traceback.format_exc())
 
@@ -117,7 +120,7 @@ class Runtime:
         return Done(todo.client, ref, weight, metrics, stored, time.perf_counter() - began)
 
     def _keep(self, todo: Work, update: Update, before: Payload) -> bool:
-        if update.state is before or not update.state:
+        if update.state is before or not (update.state or before):
             return False
         check_finite(update.state)
         self.store.save(todo.client, todo.version, update.state)
@@ -137,9 +140,7 @@ class Runtime:
             data: Batches = plan.test(todo.task).part(todo.start, todo.stop)
             for batch in data.epoch(batch_size=BATCH, purpose="evaluate", shuffle=False):
                 scores = self.experiment.method.predict(down, state, batch.x, ctx).detach().cpu()
-                counts += count_correct(
-                    scores, batch.y, plan.tasks, seen=ctx.stage.seen, num_classes=plan.num_classes
-                )
+                counts += count_correct(scores, batch.y, plan.tasks, seen=ctx.stage.seen, num_classes=plan.num_classes)
         return Measured(todo.client, todo.task, counts)
 
 

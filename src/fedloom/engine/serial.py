@@ -31,11 +31,14 @@ class Workforce:
     """The processes that carry out instructions. Use as a context manager."""
 
     def __init__(self, experiment: Experiment, folder: Path, workers: int, note: Callable[[str], None]):
-        if workers > 1 and experiment.rebuild is None:
-            raise ConfigError(f"engine.workers is {workers}, but {experiment.why_not}; set engine.workers to 1")
+        recipe = _recipe(experiment, workers)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(experiment.threads)
-        self.runtime = Runtime(experiment, folder / "clients", folder / ".spool" / "0.bin")
+        try:
+            self.runtime = Runtime(experiment, folder / "clients", folder / ".spool" / "0.bin")
+        except BaseException:
+            torch.set_num_threads(self._threads_before)
+            raise
         self._note, self._folder = note, folder
         self._queue: deque[tuple[int, Instruction]] = deque()
         self._refs: dict[ClientId | None, Ref] = {}
@@ -44,7 +47,7 @@ class Workforce:
         self._progress: Callable[[int, int], None] = lambda done, total: None
         self._changed = threading.Condition()
         self._down_spool = Spool(folder / ".spool" / "down.bin") if workers > 1 else None
-        self._children = [self._start(experiment, k) for k in range(1, workers)]
+        self._children = [_Child(self, recipe, folder, k) for k in range(1, workers)]
 
     def __enter__(self) -> Workforce:
         return self
@@ -145,15 +148,20 @@ class Workforce:
                 self._answers[k] = Failed(instruction.client or 0, "the deadline passed before its turn", "")
             self._queue.clear()
 
-    def _start(self, experiment: Experiment, k: int) -> _Child:
-        try:
-            recipe = pickle.dumps(experiment.rebuild)
-        except Exception as error:
-            raise ConfigError(
-                f"engine.workers needs an experiment that can be sent to other processes ({error}); "
-                "set engine.workers to 1, or pass module-level functions instead of lambdas"
-            ) from error
-        return _Child(self, recipe, self._folder, k)
+
+def _recipe(experiment: Experiment, workers: int) -> bytes:
+    """What another process needs to make the same experiment; empty when there is none."""
+    if workers == 1:
+        return b""
+    if experiment.rebuild is None:
+        raise ConfigError(f"engine.workers is {workers}, but {experiment.why_not}; set engine.workers to 1")
+    try:
+        return pickle.dumps(experiment.rebuild)
+    except Exception as error:  # pickle raises many kinds
+        raise ConfigError(
+            f"engine.workers needs an experiment that can be sent to other processes ({error}); "
+            "set engine.workers to 1, or pass module-level functions instead of lambdas"
+        ) from error
 
 
 class _Child:
@@ -163,7 +171,11 @@ class _Child:
         self.owner, self.stopping = owner, False
         command = [sys.executable, "-m", "fedloom.engine.worker", str(folder), str(k)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(owner.runtime.experiment.threads)}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        # A group of its own: Ctrl-C in a terminal reaches every process of the group, and the parent decides.
+        group = {"process_group": 0} if os.name == "posix" else {}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, **group
+        )
         self.thread = threading.Thread(target=self._feed, args=(recipe,), name=f"fedloom-worker-{k}", daemon=True)
         self.thread.start()
 

@@ -49,7 +49,9 @@ class Spool:
         self.path = path
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            # A new file, never the old one: a worker that outlives a killed run may still write to that.
+            path.unlink(missing_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._end = 0
         self._written: dict[int, Entry] = {}
 

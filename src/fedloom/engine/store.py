@@ -29,25 +29,26 @@ class ClientStore:
 
     def load(self, client: ClientId, version: str | None) -> Payload | None:
         """The state of that version, or None when the client has none yet."""
-        return None if version is None else load_payload(self._path(client, version))
+        return None if version is None else load_payload(self.path(client, version))
 
     def save(self, client: ClientId, version: str, state: Payload) -> None:
         """Write one version; it becomes durable with the next checkpoint."""
-        save_payload(self._path(client, version), state)
+        save_payload(self.path(client, version), state)
 
     def prune(self, kept: Collection[Versions]) -> None:
         """Remove every version that none of the kept indexes names."""
         if not self.folder.is_dir():
             return
-        names = {(client, version) for index in kept for client, version in index.items()}
+        names = {self.path(client, version) for index in kept for client, version in index.items()}
         for folder in self.folder.iterdir():
-            for file in folder.glob("*.safetensors"):
-                if (int(folder.name), file.name.removesuffix(".safetensors")) not in names:
+            for file in folder.iterdir():  # what a killed process left half written goes as well
+                if file not in names:
                     file.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove everything, for a run that starts over."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _path(self, client: ClientId, version: str) -> Path:
+    def path(self, client: ClientId, version: str) -> Path:
+        """Where a version lies."""
         return self.folder / str(client) / f"{version}.safetensors"

@@ -138,11 +138,8 @@ def count_correct(
     outside = ~groups.to(device)[group_of.to(device)[y]]
     right_within = _hits(scores.masked_fill_(outside, -torch.inf), y) & ~nan
 
-    def per_class(rows: Tensor) -> np.ndarray:
-        return torch.bincount(rows, minlength=num_classes).cpu().numpy()
-
-    unseen = len(labels) - len(y)
-    return Counts(per_class(y), per_class(y[right]), per_class(y[right_within]), unseen, int(nan.sum()))
+    per_class = [torch.bincount(c, minlength=num_classes).cpu().numpy() for c in (y, y[right], y[right_within])]
+    return Counts(*per_class, unseen=len(labels) - len(y), nan=int(nan.sum()))
 
 
 def _flags(members: Iterable[int], size: int, device: torch.device) -> Tensor:

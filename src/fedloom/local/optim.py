@@ -76,6 +76,11 @@ class AdamW:
         """Return a step function `(gradients, learning-rate factor)` with state of its own."""
         from torch.optim import AdamW as TorchAdamW
 
+        if any(p.dtype == torch.float16 for p in params):
+            raise ConfigError(
+                "optimizer adamw cannot train float16 parameters (their squared gradients become zero); "
+                "keep the network in float32 and set training.precision to bf16"
+            )
         inner = TorchAdamW(
             list(params), lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, foreach=False
         )

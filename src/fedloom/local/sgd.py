@@ -77,9 +77,7 @@ class LocalSGD:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"training.clip_norm must be above 0 or null, got {self.clip_norm}")
 
-    def __call__(
-        self, down: Payload, data: Batches, ctx: Context, *, ref: Mapping[str, Any] | None = None
-    ) -> Trained:
+    def __call__(self, down: Payload, data: Batches, ctx: Context, *, ref: Mapping[str, Any] | None = None) -> Trained:
         """Train from `down["params"]` and `down["buffers"]`; `ref` adds to what the parts can read."""
         live = ctx.bind(down["params"], down.get("buffers"))
         full_ref = self._ref(down, ctx, ref or {})
@@ -89,7 +87,9 @@ class LocalSGD:
         for phase in self.phases or (Phase(),):
             epochs = self.epochs if phase.epochs is None else phase.epochs
             with _only(live, phase.trainable) as moving:
-                step = _Stepper(self, moving, phase.optimizer or self.optimizer, ctx, epochs * data.steps(self.batch_size))
+                step = _Stepper(
+                    self, moving, phase.optimizer or self.optimizer, ctx, epochs * data.steps(self.batch_size)
+                )
                 for _ in range(epochs):
                     for batch in data.epoch(epoch, self.batch_size):
                         loss, carry = self._step(batch, step, live, full_ref, carry, ctx)
@@ -102,7 +102,13 @@ class LocalSGD:
         return Trained(params, buffers, carry, metrics, steps)
 
     def _step(
-        self, batch: Batch, step: _Stepper, live: Tensors, ref: Mapping[str, Any], carry: dict[str, Tensors], ctx: Context
+        self,
+        batch: Batch,
+        step: _Stepper,
+        live: Tensors,
+        ref: Mapping[str, Any],
+        carry: dict[str, Tensors],
+        ctx: Context,
     ) -> tuple[Tensor, dict[str, Tensors]]:
         batch = batch._replace(y=batch.y.to(ctx.net.forward.device))
         out = ctx.apply(batch.x)
@@ -137,18 +143,23 @@ class _Stepper:
         self.loop, self.moving, self.ctx, self.steps, self.taken = loop, moving, ctx, steps, 0
         self.params = list(moving.values())
         self.step: Step = optimizer.start([p.detach() for p in self.params])
-        self.frozen = _frozen_rows(moving, ctx) if optimizer.weight_decay else []
+        self.frozen = _frozen_rows(moving, ctx)
+        self.drifts = bool(optimizer.weight_decay or loop.transforms)
 
     def __call__(self, ref: Mapping[str, Any]) -> None:
         grads = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.moving.items()}
+        for (
+            held
+        ) in self.frozen:  # a term may reach rows that the network does not have yet (scope "all", an L2 penalty)
+            grads[held.name].index_fill_(held.dim, held.rows, 0)
         for transform in self.loop.transforms:
             grads = dict(transform(grads, self.moving, ref))
         values = list(grads.values())
         if self.loop.clip_norm is not None:
             clip(values, self.loop.clip_norm)
         self.step(values, self.loop.schedule.factor(self.ctx, self.taken, self.steps))
-        for tensor, dim, rows, held in self.frozen:
-            tensor.index_copy_(dim, rows, held)
+        for held in self.frozen if self.drifts else ():
+            held.tensor.index_copy_(held.dim, held.rows, held.values)
         for param in self.params:
             param.grad = None
         self.taken += 1
@@ -162,12 +173,22 @@ def clip(grads: Sequence[Tensor], max_norm: float) -> None:
         grad.mul_(factor)
 
 
-def _frozen_rows(moving: Mapping[str, Tensor], ctx: Context) -> list[tuple[Tensor, int, Tensor, Tensor]]:
+class _Held(NamedTuple):
+    """Rows of one parameter that must not move, and their values."""
+
+    name: str
+    tensor: Tensor
+    dim: int
+    rows: Tensor
+    values: Tensor
+
+
+def _frozen_rows(moving: Mapping[str, Tensor], ctx: Context) -> list[_Held]:
     rows = ctx.unseen.to(ctx.net.forward.device)
     if not len(rows):
         return []
-    named = [(moving[name].detach(), dim) for name, dim in ctx.class_rows.items() if name in moving]
-    return [(tensor, dim, rows, tensor.index_select(dim, rows)) for tensor, dim in named]
+    named = [(name, moving[name].detach(), dim) for name, dim in ctx.class_rows.items() if name in moving]
+    return [_Held(name, tensor, dim, rows, tensor.index_select(dim, rows)) for name, tensor, dim in named]
 
 
 @contextmanager

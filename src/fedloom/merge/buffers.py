@@ -17,6 +17,7 @@ from fedloom.core.method import Reply
 from fedloom.core.payload import is_finite
 from fedloom.core.tree import Tensors
 from fedloom.merge.mean import replies_mean, reply_trees, weighted_mean
+from fedloom.merge.parts import Selected
 from fedloom.merge.sources import Source, blame, sources
 
 MEAN, VAR = "running_mean", "running_var"
@@ -79,14 +80,31 @@ def pooled_moments(
     and mixed over batches). A client that has one of a pair without the other raises `PayloadError`.
     """
     clients = sources(trees, weights, old, who)
-    means = {name for name in old if name.endswith(MEAN) and f"{name.removesuffix(MEAN)}{VAR}" in old}
-    pairs = {name: f"{name.removesuffix(MEAN)}{VAR}" for name in means}
-    paired = pairs.keys() | set(pairs.values())
-    kept = [client for client in clients if client.names - paired]
-    rest = [{name: client.tree for name in client.names - paired} for client in kept]
-    lazy = [_Without(client.tree, names) for client, names in zip(kept, rest, strict=True)]
-    others = {name: old[name] for name in old if name not in paired}
-    merged = weighted_mean(lazy, [c.weight for c in kept], others, who=[c.label for c in kept])
+    pairs = {n: f"{n.removesuffix(MEAN)}{VAR}" for n in old if n.endswith(MEAN)}
+    pairs = {mean: var for mean, var in pairs.items() if var in old}
+    others = {name: old[name] for name in old if name not in pairs and name not in pairs.values()}
+    merged = weighted_mean([Selected(tree, others) for tree in trees], weights, others, who=who)
     for mean, var in pairs.items():
-        merged[mean], merged[var] = _pool(mean, var, old[mean], old[var], clients)
+        owners = [client for client in clients if mean in client.names or var in client.names]
+        merged[mean], merged[var] = _pool(mean, var, old, owners) if owners else (old[mean], old[var])
     return {name: merged[name] for name in old}
+
+
+def _pool(mean: str, var: str, old: Tensors, owners: Sequence[Source]) -> tuple[Tensor, Tensor]:
+    old_mean, old_var = old[mean], old[var]
+    total = sum(client.weight for client in owners)
+    # moments about the first client's mean: about zero, a large common mean would cancel away the variance
+    centre = first = second = torch.zeros_like(old_mean, dtype=torch.float64)
+    for i, client in enumerate(owners):
+        if not {mean, var} <= client.names:
+            raise PayloadError(f"{client.label} sent only one of '{mean}' and '{var}'; pooled buffers need both")
+        m, v = client.read_like(mean, old_mean).double(), client.read_like(var, old_var).double()
+        centre = m if i == 0 else centre
+        first = first + client.weight * (m - centre)
+        second = second + client.weight * (v + (m - centre) ** 2)
+    shift = first / total
+    pooled_mean, pooled_var = centre + shift, second / total - shift**2
+    for name, merged in ((mean, pooled_mean), (var, pooled_var)):
+        if not is_finite(merged):
+            raise blame(name, owners)
+    return pooled_mean.to(old_mean.dtype), pooled_var.clamp_(min=0).to(old_var.dtype)

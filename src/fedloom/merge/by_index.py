@@ -110,5 +110,5 @@ def _check_axis(positions: Tensor, size: int, dim: int, client: Source, name: st
         raise PayloadError(f"{what} must be an int64 vector, got {positions.dtype} {tuple(positions.shape)}")
     if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < size:
         raise PayloadError(f"{what} must lie in [0, {size}), got {positions.tolist()}")
-    if len(positions.unique()) != len(positions):
+    if len(set(positions.tolist())) != len(positions):
         raise PayloadError(f"{what} names a position twice: {positions.tolist()}")

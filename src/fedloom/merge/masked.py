@@ -78,7 +78,7 @@ def _broadcastable(mask: Tensor, old: Tensor, client: Source, name: str) -> Tens
         raise PayloadError(f"{client.label}: the mask of '{name}' must be boolean, got {mask.dtype}")
     shaped = mask
     if mask.dim() == 1 and old.dim() > 1:
-        shaped = mask.view(-1, *(1,) * (old.dim() - 1))
+        shaped = mask.reshape(-1, *(1,) * (old.dim() - 1))
     fits = shaped.dim() == old.dim() and all(m in (1, n) for m, n in zip(shaped.shape, old.shape, strict=True))
     if not fits or (mask.dim() == 1 and len(mask) != old.shape[0]):
         raise PayloadError(

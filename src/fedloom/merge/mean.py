@@ -7,6 +7,7 @@ all) and the accumulator, whatever the number of clients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -68,9 +69,25 @@ def replies_mean(
 
     uniform: every reply with a positive weight counts the same.
     """
-    trees = [reply.up.get(field, {}) for reply in replies]
-    weights = [float(reply.weight > 0) if uniform and reply.weight >= 0 else reply.weight for reply in replies]
-    return weighted_mean(trees, weights, old, rules=rules, who=[reply.client for reply in replies])
+    trees, weights, who = reply_trees(replies, field, uniform)
+    return weighted_mean(trees, weights, old, rules=rules, who=who)
+
+
+def reply_trees(
+    replies: Sequence[Reply], field: str, uniform: bool = False
+) -> tuple[list[Tensors], list[float], list[object]]:
+    """Trees, weights and client ids of one field, as the merges take them; nothing is read.
+
+    A reply without the field gives an empty tree. uniform: positive weights become 1.
+    """
+    trees: list[Tensors] = []
+    weights: list[float] = []
+    who: list[object] = []
+    for reply in replies:
+        trees.append(reply.up.get(field, {}))
+        weights.append(1.0 if uniform and 0 < reply.weight < math.inf else reply.weight)
+        who.append(reply.client)
+    return trees, weights, who
 
 
 def _rule(name: str, rules: Rules) -> str:

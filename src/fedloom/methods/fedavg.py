@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from fedloom.core import Batches, Context, Method, Payload, Reply, Update
 from fedloom.local import LocalSGD
 from fedloom.local.terms import CrossEntropy
-from fedloom.merge.buffers import BUFFER_POLICIES
+from fedloom.merge.buffers import buffer_policy
 from fedloom.merge.mean import replies_mean
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
@@ -29,7 +29,7 @@ class FedAvg(Method):
     """One model each way, nothing kept on clients.
 
     local: what a client does. uniform: every client counts the same, whatever its number of examples.
-    buffers: how batch-norm statistics merge (a name of `fedloom.merge.buffers.BUFFER_POLICIES`).
+    buffers: how batch-norm statistics merge (see `fedloom.merge.buffers.buffer_policy`).
     """
 
     local: LocalSGD
@@ -49,7 +49,7 @@ class FedAvg(Method):
     def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         """w <- sum_i (n_i / n) w_i over the clients that replied."""
         params = replies_mean(replies, "params", server["params"], uniform=self.uniform)
-        buffers = BUFFER_POLICIES[self.buffers](replies, server["buffers"], uniform=self.uniform)
+        buffers = buffer_policy(self.buffers)(replies, server["buffers"], uniform=self.uniform)
         return {**server, "params": params, "buffers": buffers}
 
 

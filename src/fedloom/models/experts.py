@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -67,8 +68,9 @@ class ExpertPool(nn.Module):
             raise ConfigError(f"num_classes and experts must be at least 1, got {num_classes} and {experts}")
         if not (math.isfinite(temperature) and temperature > 0):
             raise ConfigError(f"the gate's temperature must be a finite number above 0, got {temperature}")
+        num_features: int = backbone.num_features  # type: ignore[assignment]  # any backbone has it
         self.backbone, self.mix, self.temperature = backbone, mix, temperature
-        self.num_features, self.num_classes, self.experts = int(backbone.num_features), num_classes, experts
+        self.num_features, self.num_classes, self.experts = num_features, num_classes, experts
         widths = (self.num_features, *body_widths(body, self.num_features))
         self.dim = widths[-1]
         self.bodies = nn.ModuleList(StackedLinear(layers) for layers in _bodies(widths, experts, seed))
@@ -141,7 +143,7 @@ def _bodies(widths: Sequence[int], experts: int, seed: int) -> list[list[nn.Line
     drawn = []
     for k in range(experts):
         with seeded_init(seed, "expert", k):
-            drawn.append([nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)])
+            drawn.append([nn.Linear(a, b) for a, b in pairwise(widths)])
     return [list(layer) for layer in zip(*drawn, strict=True)]
 
 

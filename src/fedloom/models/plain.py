@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -44,7 +45,7 @@ class Mlp(nn.Module):
         if not hidden or any(not isinstance(width, int) or width < 1 for width in hidden):
             raise ConfigError(f"mlp: hidden must be one or more widths of at least 1, got {list(hidden)}")
         widths = (math.prod(input_shape), *hidden)
-        layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in zip(widths, widths[1:], strict=False)]
+        layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
         self.layers = nn.Sequential(*layers)
         self.num_features = widths[-1]
 
@@ -86,13 +87,14 @@ class ConvNet(nn.Module):
         if width < 1:
             raise ConfigError(f"{type(self).__name__}: width must be at least 1, got {width}")
         chain = (input_shape[0], *self.channels)
-        layers = [ConvPool(a, b, p) for a, b, p in zip(chain, chain[1:], self.pooled, strict=False)]
+        layers = [ConvPool(a, b, p) for (a, b), p in zip(pairwise(chain), self.pooled, strict=True)]
         self.convs = nn.Sequential(*layers)
         shrink = 2 ** sum(self.pooled)
         height, wide = input_shape[1] // shrink, input_shape[2] // shrink
         if min(height, wide) < 1:
             raise ConfigError(
-                f"{type(self).__name__} needs images of at least {shrink}x{shrink}, got input_shape {tuple(input_shape)}"
+                f"{type(self).__name__} needs images of at least {shrink}x{shrink}, "
+                f"got input_shape {tuple(input_shape)}"
             )
         self.fc = nn.Linear(chain[-1] * height * wide, width)
         self.num_features = width

@@ -34,8 +34,8 @@ class NetworkSpec:
         if self.num_classes < 1:
             raise ConfigError(f"num_classes must be at least 1, got {self.num_classes}")
         pairs = self.options.items() if isinstance(self.options, Mapping) else self.options
-        frozen = tuple(sorted((str(k), tuple(v) if isinstance(v, list) else v) for k, v in pairs))
-        object.__setattr__(self, "options", frozen)
+        frozen = {str(k): tuple(v) if isinstance(v, list) else v for k, v in pairs}
+        object.__setattr__(self, "options", tuple(sorted(frozen.items(), key=lambda pair: pair[0])))
         object.__setattr__(self, "input_shape", tuple(self.input_shape))
 
     def backbone(self) -> nn.Module:

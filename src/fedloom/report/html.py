@@ -112,7 +112,11 @@ def _facts(record: RunRecord) -> list[str]:
     known = record.summary
     facts = [f"seed {record.seed}"] if record.seed is not None else []
     facts += [str(known[k]).replace("_", " ") for k in ("scenario",) if known.get(k)]
-    facts += [f"{known[k]} {k}" for k in ("clients", "stages", "rounds") if known.get(k) is not None]
+    facts += [
+        f"{known[k]} {k if known[k] != 1 else k[:-1]}"
+        for k in ("clients", "stages", "rounds")
+        if known.get(k) is not None
+    ]
     facts += [f"preset {known['preset']}"] if known.get("preset") else []
     return facts + ([f"engine {known['engine']}"] if known.get("engine") else [])
 
@@ -138,14 +142,15 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _pictures(record: RunRecord, key: str) -> list[Any]:
-    single = len(record.stages) == 1
+    many = len(record.stages) > 1
     drawn = []
-    if single:
-        drawn.append(_svg(f"{key}-bars", 5.4, 3.0, lambda ax: plots.accuracy_bars(ax, record)))
-    elif record.stages:
-        drawn.append(_svg(f"{key}-curve", 5.4, 4.3, lambda ax: plots.accuracy_curve(ax, record)))
-    if record.matrix and not single:
+    if record.stages:
+        height = 4.3 if many else 3.0
+        drawn.append(_svg(f"{key}-accuracy", 5.4, height, lambda ax: plots.overview(ax, record)))
+    if record.matrix and many:
         drawn.append(_svg(f"{key}-heat", 5.0, 4.3, lambda ax: plots.accuracy_heatmap(ax, record.matrix)))
+    if many and record.accuracy_by_round:
+        drawn.append(_svg(f"{key}-rounds", 5.4, 3.0, lambda ax: plots.accuracy_over_rounds(ax, record)))
     if any(number(row, "train/loss") is not None for row in record.rounds):
         drawn.append(_svg(f"{key}-loss", 5.4, 3.0, lambda ax: plots.loss_curve(ax, record)))
     return drawn
@@ -171,7 +176,7 @@ def _stage_grid(record: RunRecord) -> Grid | None:
         ("clients, weighted", "accuracy/weighted", percent),
     )
     used = [c for c in columns if any(number(row, c[1]) is not None for row in record.stages)]
-    rows = [[str(row["stage"] + 1), *(write(number(row, key)) for _, key, write in used)] for row in record.stages]
+    rows = [[str(row["stage"]), *(write(number(row, key)) for _, key, write in used)] for row in record.stages]
     note = (
         "All seen: class-incremental, over every class that has arrived. Task known: task-incremental. "
         "Clients: expected accuracy on the test set reweighted to each client's labels."
@@ -184,9 +189,24 @@ def _round_grid(record: RunRecord) -> Grid | None:
     if not rows:
         return None
     step = -(-len(rows) // ROUNDS_SHOWN)
-    head = ["round", "exchange", "clients", "loss", "failed", "rejected", "degraded", "up", "down", "time"]
-    note = f"Every {step}th of {len(rows)} rows is shown." if step > 1 else ""
-    return Grid(head, [_round_row(row) for row in rows[::step]], note)
+    head = [
+        "stage.round",
+        "exchange",
+        "clients",
+        "loss",
+        "accuracy",
+        "failed",
+        "rejected",
+        "degraded",
+        "up",
+        "down",
+        "time",
+    ]
+    note = f"One in {step} of {len(rows)} rows is shown." if step > 1 else ""
+    shown = [_round_row(row) for row in rows[::step]]
+    if all(row[4] == NONE for row in shown):
+        head, shown = head[:4] + head[5:], [row[:4] + row[5:] for row in shown]
+    return Grid(head, shown, note)
 
 
 def _round_row(row: Row) -> list[str]:
@@ -196,11 +216,13 @@ def _round_row(row: Row) -> list[str]:
 
     round_ = number(row, "round")
     return [
-        f"{row['stage'] + 1}" if round_ is None else f"{row['stage'] + 1}.{int(round_) + 1}",
+        f"{row['stage']}" if round_ is None else f"{row['stage']}.{int(round_)}",
         str(row.get("exchange") or NONE),
-        *(whole(key) for key in ("clients",)),
+        whole("clients"),
         decimal(number(row, "train/loss")),
-        *(whole(key) for key in ("failed", "rejected")),
+        percent(number(row, "accuracy")),
+        whole("failed"),
+        whole("rejected"),
         "yes" if row.get("degraded") else "no",
         byte_size(number(row, "bytes_up")),
         byte_size(number(row, "bytes_down")),

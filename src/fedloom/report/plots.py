@@ -1,6 +1,6 @@
 """Pictures of a run: accuracy over stages, the accuracy matrix as a heat map, the loss over rounds.
 
-Figures hold no text of the user's. Colours are those of Okabe and Ito, told apart by markers and strokes as
+Stages and tasks are counted from 0, as in every file of a run folder. Figures hold no text of the user's. Colours are those of Okabe and Ito, told apart by markers and strokes as
 well. `svg` turns a figure into markup whose inks and series are CSS variables, so that a page can restyle it.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedloom.report.record import Matrix, RunRecord, number
 
@@ -31,7 +31,7 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--card"} | 
     c: f"--series-{i}" for i, c in enumerate(SERIES)
 }
 
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
     "text.color": INK,
@@ -60,6 +60,8 @@ STYLE = {
     "legend.fontsize": 8.5,
     "legend.labelcolor": MUTED,
     "svg.fonttype": "none",
+    "svg.hashsalt": "fedloom",
+    "text.usetex": False,
 }
 
 
@@ -85,14 +87,14 @@ def styled() -> AbstractContextManager[None]:
 def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
     """Accuracy over stages: all seen classes, the current and the first task, the spread over clients."""
     rows = record.stages
-    x = [row["stage"] + 1 for row in rows]
+    x = [row["stage"] for row in rows]
     worst, mean = ([number(row, f"accuracy/client_{k}") for row in rows] for k in ("worst10", "mean"))
     if any(v is not None for v in worst):
         low, high = _percent(worst), _percent(mean)
         ax.fill_between(x, low, high, color=SERIES[0], alpha=0.14, linewidth=0, label="clients: worst tenth to mean")
     chance = [1 / n if n else None for n in (number(row, "seen_classes") for row in rows)]
     first = [row[0] if row else None for row in record.matrix]
-    lines: tuple[tuple[str, Series, str, str, object], ...] = (
+    lines: tuple[tuple[str, Series, str, str, str], ...] = (
         ("all seen classes", [number(row, "accuracy") for row in rows], SERIES[0], "o", "-"),
         ("current task", [number(row, "accuracy/current") for row in rows], SERIES[2], "^", "--"),
         ("first task", first[: len(x)] + [None] * (len(x) - len(first)), SERIES[1], "s", "-."),
@@ -169,24 +171,29 @@ def accuracy_heatmap(ax: Axes, matrix: Matrix) -> None:
     ax.set_title("Accuracy per task, %")
 
 
+def accuracy_over_rounds(ax: Axes, record: RunRecord) -> None:
+    """Accuracy over all seen classes in every round that evaluated it; thin marks where a stage begins."""
+    x, y = zip(*record.accuracy_by_round, strict=True)
+    ax.plot(x, _percent(y), color=SERIES[0], marker="o" if len(x) <= 30 else "", lw=2.6, clip_on=False)
+    _round_axis(ax, record)
+    _percent_axis(ax)
+    ax.set_title("Accuracy over rounds")
+
+
 def loss_curve(ax: Axes, record: RunRecord) -> None:
     """Training loss over rounds, one line per exchange that reports one; thin marks where a stage begins."""
-    from matplotlib.ticker import MaxNLocator
-
     rows = [row for row in record.rounds if number(row, "train/loss") is not None]
-    order = {key: i + 1 for i, key in enumerate(dict.fromkeys((r["stage"], r.get("round")) for r in record.rounds))}
+    order = record.round_numbers
     names = list(dict.fromkeys(row.get("exchange") for row in rows))[: len(SERIES)]
+    handles = []
     for i, name in enumerate(names):
         own = [row for row in rows if row.get("exchange") == name]
         x = [order[row["stage"], row.get("round")] for row in own]
         marker = MARKERS[i] if len(x) <= 12 else ""
-        ax.plot(x, [row["train/loss"] for row in own], STROKES[i], color=SERIES[i], marker=marker, lw=1.6)
-    starts = [min(i for (stage, _), i in order.items() if stage == s) for s in sorted({k[0] for k in order})]
-    for start in starts[1:]:
-        ax.axvline(start - 0.5, color=LINE, lw=1.0, zorder=0)
-    ax.set_xlim(0.5, max(order.values(), default=1) + 0.5)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("round")
+        handles += ax.plot(x, [row["train/loss"] for row in own], STROKES[i], color=SERIES[i], marker=marker, lw=1.6)
+    if len(names) > 1:
+        ax.legend(handles, [_plain_label(name) for name in names])
+    _round_axis(ax, record)
     ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
     ax.set_title("Training loss")
 
@@ -195,7 +202,7 @@ def overlaid_curves(ax: Axes, records: Sequence[RunRecord]) -> None:
     """Accuracy over all seen classes of several runs, in the order given; colours repeat after six."""
     stages: set[int] = set()
     for i, record in enumerate(records):
-        x = [row["stage"] + 1 for row in record.stages]
+        x = [row["stage"] for row in record.stages]
         y = _percent([number(row, "accuracy") for row in record.stages])
         look = i % len(SERIES)
         stroke = STROKES[(look + i // len(SERIES)) % len(STROKES)]
@@ -206,8 +213,18 @@ def overlaid_curves(ax: Axes, records: Sequence[RunRecord]) -> None:
     ax.set_title("Accuracy over all seen classes")
 
 
+def overview(ax: Axes, record: RunRecord) -> None:
+    """The picture that says most: over stages, or for a single stage over its rounds, or its end as bars."""
+    if len(record.stages) > 1:
+        accuracy_curve(ax, record)
+    elif record.accuracy_by_round:
+        accuracy_over_rounds(ax, record)
+    else:
+        accuracy_bars(ax, record)
+
+
 def save_accuracy(record: RunRecord, path: Path) -> Path:
-    """Write accuracy.png: the curve and the heat map; bars and the loss for a run with a single stage.
+    """Write accuracy.png: the curve and the heat map; for a run with a single stage the loss stands for the latter.
 
     Returns the path. A run without any evaluation gives a picture that says so.
     """
@@ -218,18 +235,22 @@ def save_accuracy(record: RunRecord, path: Path) -> Path:
         else:
             left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
             single = len(record.stages) == 1
-            accuracy_bars(left, record) if single else accuracy_curve(left, record)
+            overview(left, record)
             loss_curve(right, record) if single or not record.matrix else accuracy_heatmap(right, record.matrix)
         made.savefig(path, dpi=160, facecolor="white", metadata={"Software": None})
     return path
 
 
 def svg(made: Figure, name: str) -> str:
-    """SVG markup for use inside a page: no prologue, ids prefixed by `name`, colours as CSS variables."""
+    """SVG markup for use inside a page: no prologue, ids prefixed by `name`, colours as CSS variables.
+
+    The title of the figure's axes is its label for screen readers.
+    """
     out = io.StringIO()
     made.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = out.getvalue()
-    text = text[text.index("<svg") :]
+    label = made.axes[0].get_title(loc="left")
+    text = text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
@@ -260,8 +281,25 @@ def _stage_axis(ax: Axes, stages: Sequence[int]) -> None:
         ax.set_xlim(stages[0] - 0.3, stages[-1] + 0.3)
 
 
+def _round_axis(ax: Axes, record: RunRecord) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    order = record.round_numbers
+    starts = {stage: i for (stage, _), i in reversed(order.items())}
+    for start in sorted(starts.values())[1:]:
+        ax.axvline(start - 0.5, color=LINE, lw=1.0, zorder=0)
+    ax.set_xlim(0.5, max(len(order), 1) + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("rounds done")
+
+
+def _plain_label(name: object) -> str:
+    """Text that is neither read as mathematics nor left out of a legend, as a leading underscore would be."""
+    return str(name).lstrip("_").replace("$", r"\$")
+
+
 def _ticks(number_of: int) -> tuple[range, list[str]]:
-    return range(number_of), [str(i + 1) for i in range(number_of)]
+    return range(number_of), [str(i) for i in range(number_of)]
 
 
 def _legend_below(ax: Axes) -> None:

@@ -65,6 +65,23 @@ class RunRecord:
         """Rows of scope "round", in order; a repeated round (after a resume) is its last repetition."""
         return list({(r["stage"], r.get("round"), r.get("exchange")): r for r in self._scope("round")}.values())
 
+    @property
+    def round_numbers(self) -> dict[tuple[int, Any], int]:
+        """Running number, from 1, of every (stage, round) in which something was done."""
+        return {key: i + 1 for i, key in enumerate(dict.fromkeys((r["stage"], r.get("round")) for r in self.rounds))}
+
+    @property
+    def accuracy_by_round(self) -> list[tuple[int, float]]:
+        """(running number of the round, accuracy over all seen classes) wherever it was evaluated.
+
+        Empty unless something was evaluated inside a stage: then the ends of stages tell everything.
+        """
+        order = self.round_numbers
+        inside = {order[r["stage"], r.get("round")]: r["accuracy"] for r in self.rounds if _has_accuracy(r)}
+        last = {stage: i for (stage, _), i in order.items()}
+        ends = {last[r["stage"]]: r["accuracy"] for r in self.stages if r["stage"] in last and _has_accuracy(r)}
+        return sorted((inside | ends).items()) if inside else []
+
     def _scope(self, scope: str) -> Iterator[Row]:
         rows = (row for row in self.metrics if row.get("scope") == scope and isinstance(row.get("stage"), int))
         # Stable: rows of a stage keep the order in which they were written.
@@ -76,6 +93,10 @@ def number(row: Row, key: str) -> float | None:
     value = row.get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return value if is_number else None
+
+
+def _has_accuracy(row: Row) -> bool:
+    return number(row, "accuracy") is not None
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -163,7 +184,7 @@ def _find_matrix(folder: Path, summary: Row, metrics: tuple[Row, ...], problems:
     """From the summary, else the CSV file, else the stage rows: the latter two exist while a run goes on."""
     rows = summary.get("accuracy_matrix") or _read_matrix_csv(folder / "accuracy_matrix.csv", problems)
     if not rows:
-        rows = [row.get("accuracy/tasks") for row in metrics if row.get("scope") == "stage"]
+        rows = [row.get("accuracy/tasks") for row in RunRecord(folder, metrics=metrics).stages]
     if not isinstance(rows, list):
         return []
     rows = [[number({"v": v}, "v") for v in row] for row in rows if isinstance(row, list)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.core.batches import Batch
 from fedloom.core.context import Outputs
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, unknown
 from fedloom.core.tree import Tensors
 from fedloom.select.fisher import FisherMap, head_gradients, shares, signals
 from fedloom.select.shapley import check_mu, keep_until, marginals, select_experts, shapley_values
@@ -101,6 +101,15 @@ STOPS: dict[str, Callable[[float], Stop]] = {
 }
 
 
+def stop_rule(rule: str | int, mu: float) -> Stop:
+    """A rule by name, or Top-k by number; raises `ConfigError` for an unknown name."""
+    if isinstance(rule, int):
+        return TopExperts(rule)
+    if rule not in STOPS:
+        raise ConfigError(unknown("stop rule", rule, STOPS) + " A number k selects the top k experts.")
+    return STOPS[rule](mu)
+
+
 @dataclass(frozen=True)
 class FixedValue:
     """v(empty) as a number; 0 is the usual convention and fits the paper's sentence about mu."""
@@ -119,6 +128,15 @@ class ChanceValue:
     def __call__(self, mask: Tensor | None, num_classes: int) -> float | Tensor:
         """Return a number or a scalar tensor (no host synchronisation); mask: additive class mask or None."""
         return -math.log(num_classes) if mask is None else -(mask == 0).sum().log()
+
+
+def empty_rule(value: str | float) -> EmptyValue:
+    """v(empty) as "chance" or as a finite number."""
+    if value == "chance":
+        return ChanceValue()
+    if isinstance(value, str) or not math.isfinite(value):
+        raise ConfigError(f"empty_value must be a finite number or chance, got {value!r}")
+    return FixedValue(float(value))
 
 
 @dataclass(frozen=True)
@@ -146,6 +164,14 @@ def top_weight(phi: Tensor, active: Tensor) -> Tensor:
 def no_weight(phi: Tensor, active: Tensor) -> Tensor:
     """The literal formula with a guard against 0/0: such samples train no expert."""
     return torch.zeros_like(phi)
+
+
+FALLBACKS: dict[str, Callable[[float], Fallback]] = {
+    "softmax": SoftmaxWeights,
+    "uniform": lambda tau: uniform_weights,
+    "top1": lambda tau: top_weight,
+    "skip": lambda tau: no_weight,
+}
 
 
 @dataclass(frozen=True)
@@ -191,7 +217,7 @@ class FisherShapley:
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha must be in [0, 1], got {self.alpha}")
-        if not (self.tau > 0 and self.tau < float("inf")):
+        if not (math.isfinite(self.tau) and self.tau > 0):
             raise ConfigError(f"tau_r must be a finite number above 0, got {self.tau}")
 
     def __call__(self, out: Outputs, batch: Batch, ref: Mapping[str, Any], carry: Mapping[str, Tensors]) -> Outputs:

@@ -64,14 +64,6 @@ def fold(fisher: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
     return fisher * keep[:, None, None] + sums * share[:, None, None]
 
 
-class FisherCarry(Protocol):
-    """A `Carry` that also says what it starts from when nothing has been learned."""
-
-    def blank(self, heads: Tensor) -> Tensors:
-        """Zeros for head weights [experts, classes, dim]."""
-        ...
-
-
 @dataclass(frozen=True)
 class BatchFisher:
     """The average moves after every batch; `samples` says which ones count. The cadence that the paper prints."""
@@ -132,10 +124,6 @@ class EpochFisher(RoundFisher):
     def close_epoch(self, value: Tensors) -> Tensors:
         """Fold in the sums and empty them."""
         return _emptied(self.close(value))
-
-    def close(self, value: Tensors) -> Tensors:
-        """Fold in what the last epoch left; after a whole epoch that is nothing."""
-        return super().close(value)
 
 
 @dataclass(frozen=True)

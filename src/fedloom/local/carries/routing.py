@@ -23,8 +23,9 @@ class RoutingUse:
 
     def init(self, ref: Ref, ctx: Context) -> Tensors:
         """Zeros."""
-        zeros = torch.zeros(self.experts + 3, device=ctx.net.forward.device)
-        return self._named(zeros)
+        device = ctx.net.forward.device
+        scalars = {name: torch.zeros(1, device=device) for name in ("entropy", "fallback", "visits")}
+        return {"active": torch.zeros(self.experts, device=device), **scalars}
 
     def update(self, value: Tensors, out: Outputs, batch: Batch, ref: Ref) -> Tensors:
         """Add the batch."""
@@ -43,9 +44,6 @@ class RoutingUse:
     def close(self, value: Tensors) -> Tensors:
         """The totals."""
         return value
-
-    def _named(self, totals: Tensor) -> dict[str, Tensor]:
-        return dict(zip(("active", "entropy", "fallback", "visits"), totals.split([self.experts, 1, 1, 1]), strict=True))
 
 
 def usage(value: Tensors) -> Tensor:

@@ -1,0 +1,64 @@
+"""Set up FedLoom beside its sources and use it: `python3 make.py run` or `python3 make.py test`.
+
+Makes `.venv` in this folder once, installs the project in it (again only when pyproject.toml changes), then
+
+run  [ARGS]   runs `fedloom run ARGS`: the quickstart when no argument is given
+test [ARGS]   checks style and types and runs the tests; ARGS go to pytest, and then only pytest runs
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
+
+
+def call(*command: object) -> None:
+    """Run a command in the project's folder; its failure is ours."""
+    code = subprocess.run([str(part) for part in command], cwd=ROOT).returncode
+    if code:
+        sys.exit(code)
+
+
+def install(extra: str) -> None:
+    """Make the environment and install the project in it, unless that was done for this pyproject.toml."""
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    done = VENV / f"installed-{extra or 'core'}.txt"
+    enough = [done, VENV / "installed-dev.txt"]
+    if PYTHON.exists() and any(file.is_file() and file.read_text() == wanted for file in enough):
+        return
+    if not PYTHON.exists():
+        print("setting up .venv", flush=True)
+        if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode:
+            sys.exit("error: Python's venv module is missing; install it (on Debian: apt-get install python3-venv)")
+    print("installing FedLoom and what it needs; the first time takes some minutes", flush=True)
+    call(PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f".[{extra}]" if extra else ".")
+    done.write_text(wanted)
+
+
+def main(arguments: list[str]) -> None:
+    """Carry out one of the two commands."""
+    if sys.version_info < (3, 11):
+        sys.exit(f"error: FedLoom needs Python 3.11 or newer, this is {sys.version.split()[0]}")
+    what, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if what == "run":
+        install("")
+        call(PYTHON, "-m", "fedloom", "run", *rest)
+    elif what == "test":
+        install("dev")
+        if not rest:
+            call(PYTHON, "-m", "ruff", "check", ".")
+            call(PYTHON, "-m", "ruff", "format", "--check", ".")
+            call(PYTHON, "-m", "mypy")
+        call(PYTHON, "-m", "pytest", *rest)
+    else:
+        sys.exit(f"usage: python3 make.py run|test [ARGS]\n\n{__doc__}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

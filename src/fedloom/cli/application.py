@@ -1,0 +1,121 @@
+"""The Typer application, its common options, and the way errors leave it: one sentence and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="fedloom",
+    help="Federated learning when clients differ. `fedloom run` alone runs the quickstart.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Recipe = Annotated[str, typer.Argument(metavar="[RECIPE|FILE]", help="Name of a recipe, or a YAML file.")]
+Method = Annotated[str | None, typer.Option("--method", "-m", help="Method, or package.module:attribute.")]
+Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Dotted key, YAML value.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of every random stream.")]
+Root = Annotated[str | None, typer.Option("--data-root", metavar="DIR", help="Local mirror of hub repositories.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every measure of every round.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        from fedloom import __version__
+
+        typer.echo(f"fedloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Federated learning when clients differ. `fedloom run` alone runs the quickstart."""
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a command raises into `error: ...` on stderr and the exit code of the error.
+
+    An error that nobody foresaw gets a sentence too; its traceback goes to a log file that the sentence names.
+    """
+
+    @functools.wraps(command)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            fail("interrupted", 130)
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            from fedloom.core.errors import FedloomError
+
+            if isinstance(error, FedloomError):
+                fail(str(error), error.exit_code)
+            fail(f"{type(error).__name__}: {error} (unexpected; the traceback is in {_keep_traceback()})", 1)
+
+    return call
+
+
+def fail(sentence: str, code: int) -> None:
+    """End the command with a sentence on stderr."""
+    typer.echo(f"error: {' '.join(sentence.split())}", err=True)
+    raise typer.Exit(code)
+
+
+def layers(
+    *,
+    sets: list[str] | None = None,
+    method: str | None = None,
+    seed: int | None = None,
+    engine: str | None = None,
+    root: str | None = None,
+    device: str | None = None,
+    workers: str | None = None,
+) -> dict[str, Any]:
+    """One layer of configuration from the options of a command; `--set` wins over the named options."""
+    from fedloom.config import overrides
+    from fedloom.config.layers import merge
+
+    named: dict[str, Any] = {}
+    if method is not None:
+        named["method"] = {"name": method}
+    if seed is not None:
+        named["seed"] = seed
+    if root is not None:
+        named["data"] = {"root": root}
+    engine_layer = {
+        "name": engine,
+        "device": device,
+        "workers": int(workers) if workers and workers.lstrip("-").isdigit() else workers,
+    }
+    if given := {key: value for key, value in engine_layer.items() if value is not None}:
+        named["engine"] = given
+    return merge(named, overrides(sets or []))
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout, and nothing else there."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def _keep_traceback() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="fedloom-")) / "log.txt"
+    path.write_text(traceback.format_exc(), encoding="utf-8")
+    return path

@@ -1,0 +1,107 @@
+"""Files that `predict` reads: arrays, tables and images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedloom.core.errors import DataError
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+def read_inputs(path: Path, meta: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
+    """(label, stored input) of everything in a file or a folder of images. `DataError` says what is wrong.
+
+    meta: the model's `input_shape`, `stored` and so on; images are brought to its channels and size.
+    """
+    if not path.exists():
+        raise DataError(f"--input '{path}' does not exist")
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES)
+        if not files:
+            raise DataError(f"--input '{path}' holds no images ({', '.join(IMAGES)})")
+        return [str(p.relative_to(path)) for p in files], np.stack([_image(p, meta) for p in files])
+    suffix = path.suffix.lower()
+    if suffix in IMAGES:
+        return [path.name], _image(path, meta)[None]
+    if suffix not in (".npy", ".npz", ".csv"):
+        raise DataError(f"--input '{path}' must end in .npy, .npz, .csv or one of {', '.join(IMAGES)}")
+    x = _shaped(_table(path) if suffix == ".csv" else _array(path), meta, path)
+    return [f"{path.name}[{k}]" for k in range(len(x))], x
+
+
+def _array(path: Path) -> np.ndarray:
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"--input '{path}' cannot be read as an array ({error})") from error
+    if isinstance(found, np.ndarray):
+        return found
+    with found:
+        if not found.files:
+            raise DataError(f"--input '{path}' holds no array")
+        return found["x" if "x" in found.files else found.files[0]]
+
+
+def _table(path: Path) -> np.ndarray:
+    """Rows of numbers; a first row that holds words is a header."""
+    import csv
+
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--input '{path}' cannot be read ({error})") from error
+    if rows and not all(_is_number(cell) for cell in rows[0]):
+        rows = rows[1:]
+    bad = next((k for k, row in enumerate(rows) if len(row) != len(rows[0]) or not all(map(_is_number, row))), None)
+    if bad is not None:
+        raise DataError(f"--input '{path}': data row {bad} is not {len(rows[0])} numbers")
+    return np.array([[float(cell) for cell in row] for row in rows])
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _shaped(x: np.ndarray, meta: Mapping[str, Any], path: Path) -> np.ndarray:
+    """Add the batch dimension to a single input, fold flat rows into the model's shape."""
+    shape = tuple(meta["input_shape"])
+    if x.dtype.kind not in "fiub":
+        raise DataError(f"--input '{path}' must hold numbers, got dtype {x.dtype}")
+    if x.ndim == 2 and len(shape) > 1 and x.shape[1] == int(np.prod(shape)):
+        x = x.reshape(-1, *shape)
+    elif x.shape == shape:
+        x = x[None]
+    if len(x) == 0:
+        raise DataError(f"--input '{path}' holds no rows")
+    if meta["stored"] == "uint8" and x.dtype.kind == "f" and np.array_equal(x, np.round(x)):
+        x = x.astype(np.int64)
+    return x
+
+
+def _image(path: Path, meta: Mapping[str, Any]) -> np.ndarray:
+    """An image as [channels, height, width], uint8; resized (bilinear) where its size differs from the model's."""
+    from PIL import Image, UnidentifiedImageError
+
+    shape = tuple(meta["input_shape"])
+    if len(shape) != 3 or shape[0] not in (1, 3, 4) or meta["stored"] != "uint8":
+        raise DataError(f"the model takes inputs of shape {list(shape)}, not 8-bit images; give a .npy file")
+    modes = {1: "L", 3: "RGB", 4: "RGBA"}
+    try:
+        with Image.open(path) as image:
+            image = image.convert(modes[shape[0]])
+            if image.size != (shape[2], shape[1]):
+                image = image.resize((shape[2], shape[1]), Image.Resampling.BILINEAR)
+            pixels = np.asarray(image)
+    except (OSError, UnidentifiedImageError) as error:
+        raise DataError(f"image '{path}' cannot be read ({error})") from error
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)

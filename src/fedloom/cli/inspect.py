@@ -1,0 +1,182 @@
+"""`list`, `show-data`, and the preview of `run --dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedloom.cli.application import Json, Recipe, Root, Seed, Set, guarded, layers, print_json
+
+if TYPE_CHECKING:
+    from fedloom.build import Built
+
+SHOWN = 20  # clients printed in a table; the picture and --json have more
+
+
+class Kind(str, Enum):
+    """What can be listed."""
+
+    methods = "methods"
+    datasets = "datasets"
+    models = "models"
+    recipes = "recipes"
+
+
+@guarded
+def list_known(
+    kind: Annotated[Kind, typer.Argument(help="What to list.")],
+    as_json: Json = False,
+) -> None:
+    """List methods, data sets, models or recipes."""
+    rows = {"methods": _methods, "datasets": _datasets, "models": _models, "recipes": _recipes}[kind.value]()
+    if as_json:
+        print_json({kind.value: [{"name": name, "about": about} for name, about in rows]})
+        return
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, about in rows:
+        typer.echo(f"{name:<{width}}  {about}")
+
+
+@guarded
+def show_data(
+    recipe: Recipe = "quickstart",
+    sets: Set = None,
+    seed: Seed = None,
+    data_root: Root = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Picture to write (PNG).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show who holds which classes, and when: a table and a picture."""
+    from fedloom import api
+    from fedloom.build import load_data, plan
+    from fedloom.core.errors import ConfigError
+
+    name, config, _, _ = api.configure(recipe, **layers(sets=sets, seed=seed, root=data_root))
+    found = plan(config, load_data(config))
+    picture = out if out is not None else Path(f"{name}-data.png")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        found.draw(picture)
+    except OSError as error:
+        raise ConfigError(f"--out '{picture}' cannot be written: {error.strerror}") from error
+    if as_json:
+        print_json({**found.describe(), "picture": str(picture)})
+        return
+    for line in holdings(found.describe()):
+        typer.echo(line)
+    for note in found.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"picture: {picture}")
+
+
+def preview(built: Built, as_json: bool) -> None:
+    """The resolved configuration, who holds what, parameters and bytes per round."""
+    found = {
+        "config": built.config.as_dict(),
+        "config_hash": built.hash,
+        "workers": built.options.workers,
+        "data": built.experiment.plan.describe(),
+        **_costs(built),
+    }
+    if as_json:
+        print_json(found)
+        return
+    import yaml
+
+    typer.echo(yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True).rstrip())
+    typer.echo("")
+    for line in holdings(found["data"]):
+        typer.echo(line)
+    for note in built.experiment.plan.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(
+        f"\n{found['parameters']:,} parameters; {found['clients_per_round']} clients a round; sent to them per round: "
+        f"{found['bytes_down_first_round']:,} bytes in the first stage, {found['bytes_down_last_round']:,} in the last; "
+        f"workers: {found['workers']}; configuration {found['config_hash'][:12]}"
+    )
+
+
+def _costs(built: Built) -> dict[str, Any]:
+    """Counted on the initial server state; uploads depend on the clients' work and are measured by a run."""
+    from fedloom.core.payload import nbytes
+    from fedloom.evaluate.cost import parameters
+
+    experiment = built.experiment
+    net = experiment.net()
+    first = experiment.context(net, 0)
+    server = experiment.method.init_server(first)
+    stages = (0, experiment.plan.num_stages - 1)
+    sizes, cohorts = [], []
+    for stage in stages:
+        ctx = experiment.context(net, stage, round=0)
+        cohorts.append(len(experiment.draw(stage, 0, "cohort")))
+        one = nbytes(experiment.method.send(server, None, ctx), experiment.method.class_rows(ctx), ctx.stage.seen)
+        sizes.append(one * cohorts[-1])
+    return {
+        "parameters": parameters(built.module),
+        "clients_per_round": cohorts[0],
+        "bytes_down_first_round": sizes[0],
+        "bytes_down_last_round": sizes[1],
+    }
+
+
+def holdings(described: Mapping[str, Any]) -> list[str]:
+    """A table of examples per client and stage, from the plan's description."""
+    stages = described["stages"]
+    clients = [str(c) for c in described["clients_listed"]][:SHOWN]
+    tasks = ", ".join(f"task {k}: {_span(task)}" for k, task in enumerate(described["tasks"][:12]))
+    lines = [f"{described['data']}: {described['clients']} clients, {len(stages)} stages; {tasks}"]
+    lines.append("client  " + "  ".join(f"{'stage ' + str(s['stage']):>14}" for s in stages[:10]))
+    for client in clients:
+        cells = [_cell(s["clients"].get(client)) for s in stages[:10]]
+        lines.append(f"{client:>6}  " + "  ".join(f"{cell:>14}" for cell in cells))
+    hidden = described["clients"] - len(clients)
+    if hidden > 0:
+        lines.append(f"   ...  and {hidden} more clients")
+    if len(stages) > 10:
+        lines.append(f"   ...  and {len(stages) - 10} more stages")
+    return lines
+
+
+def _cell(held: Mapping[str, Any] | None) -> str:
+    if not held or not held["examples"]:
+        return "-"
+    return f"{held['examples']} in {len(held['classes'])} cl"
+
+
+def _span(task: list[int]) -> str:
+    if len(task) > 4 and task == list(range(task[0], task[-1] + 1)):
+        return f"{task[0]}..{task[-1]}"
+    return " ".join(map(str, task[:6])) + (f" (+{len(task) - 6})" if len(task) > 6 else "")
+
+
+def _methods() -> list[tuple[str, str]]:
+    from fedloom.methods import summaries
+
+    return [*summaries(), ("package.module:attribute", "a method of your own")]
+
+
+def _datasets() -> list[tuple[str, str]]:
+    from fedloom.data import catalogue
+
+    return catalogue()
+
+
+def _models() -> list[tuple[str, str]]:
+    from fedloom.models.registry import names
+
+    return [*names().items(), ("package.module:factory", "a network of your own")]
+
+
+def _recipes() -> list[tuple[str, str]]:
+    from fedloom.config.layers import RECIPES, recipe_names
+
+    rows = []
+    for name in recipe_names():
+        first = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").split("\n", 1)[0]
+        rows.append((name, first.lstrip("# ")))
+    return rows

@@ -1,0 +1,114 @@
+"""What a user sees while a run goes on: two live lines on a terminal, else one line per round."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from fedloom.engine.experiment import Observer
+
+Row = Mapping[str, Any]
+
+
+def observer(quiet: bool, verbose: bool) -> Observer:
+    """The observer for stderr as it is: terminal, pipe, or nothing at all with `quiet`."""
+    if quiet:
+        return Observer()
+    return Live(verbose) if sys.stderr.isatty() else Lines(verbose)
+
+
+class Lines(Observer):
+    """One line per round and per stage on stderr."""
+
+    def __init__(self, verbose: bool = False):
+        self.verbose, self.rounds, self.stages = verbose, 0, 0
+
+    def started(self, info: Row) -> None:
+        """Say what is about to happen."""
+        self.rounds, self.stages = info["rounds"], info["stages"]
+        where = f", resumed from {info['resumed_from']}" if info.get("resumed_from") else ""
+        workers = f", {info['workers']} workers" if info["workers"] > 1 else ""
+        self.say(f"{info['clients']} clients, {self.stages} stages of {self.rounds} rounds{workers}{where}")
+
+    def round_done(self, row: Row) -> None:
+        """A line about the round."""
+        self.say(self.round_line(row))
+
+    def stage_done(self, row: Row) -> None:
+        """A line about the stage."""
+        self.say(self.stage_line(row))
+
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+        self.say(f"note: {text}")
+
+    def say(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=sys.stderr, flush=True)
+
+    def round_line(self, row: Row) -> str:
+        """Where, how many clients, the loss, the seconds, and what went wrong; everything with `verbose`."""
+        position = f"round {row['round'] + 1}/{self.rounds}" if row["round"] is not None else row["exchange"]
+        kind = f" ({row['exchange']})" if row["round"] is not None and row["exchange"] != "train" else ""
+        parts = [f"stage {row['stage'] + 1}/{self.stages} {position}{kind}: {row['clients']} clients"]
+        train = {k: v for k, v in row.items() if k.startswith("train/") and (self.verbose or k == "train/loss")}
+        parts += [f"{name.removeprefix('train/')} {value:.4g}" for name, value in train.items()]
+        parts += [f"accuracy {row['accuracy']:.3f}"] if row.get("accuracy") is not None else []
+        parts += [f"{row[key]} {key}" for key in ("failed", "rejected") if row[key]]
+        parts += ["degraded"] if row["degraded"] else []
+        if self.verbose:
+            parts += [f"up {row['bytes_up']} B", f"down {row['bytes_down']} B"]
+        return ", ".join([*parts, f"{row['seconds']:.2f} s"])
+
+    def stage_line(self, row: Row) -> str:
+        """Accuracy over the classes seen so far, and on the current ones."""
+        text = f"stage {row['stage'] + 1}/{self.stages} done: accuracy {_number(row.get('accuracy'))}"
+        if self.stages > 1:
+            text += f" on {row['seen_classes']} classes, {_number(row.get('accuracy/current'))} on the current ones"
+        return text
+
+
+class Live(Lines):
+    """A bar for rounds and one for the clients of the round; stages and notes scroll by above them."""
+
+    def __init__(self, verbose: bool = False):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        super().__init__(verbose)
+        columns = (TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bars = Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True), transient=True)
+
+    def started(self, info: Row) -> None:
+        """Start the bars."""
+        self.total = info["rounds"] * info["stages"]
+        self.round_bar = self.bars.add_task("rounds", total=self.total, text="")
+        self.client_bar = self.bars.add_task("clients", total=None, text="")
+        self.bars.start()
+        super().started(info)
+
+    def client_done(self, done: int, total: int) -> None:
+        """Move the bar of clients."""
+        self.bars.update(self.client_bar, completed=done, total=total)
+
+    def round_done(self, row: Row) -> None:
+        """Move the bar of rounds."""
+        line = self.round_line(row)
+        if row["round"] is not None and row["exchange"] == "train":
+            done = row["stage"] * self.rounds + row["round"] + 1
+            self.bars.update(self.round_bar, completed=done, text=line.partition(": ")[2])
+        if self.verbose:
+            self.say(line)
+
+    def say(self, text: str) -> None:
+        """Write a line above the bars."""
+        self.bars.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Take the bars away."""
+        self.bars.stop()
+
+
+def _number(value: Any) -> str:
+    return "none" if value is None else f"{value:.3f}"

@@ -1,0 +1,79 @@
+"""`predict`, `report` and `export`: what a finished run is good for."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli.application import Json, guarded, print_json
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a finished run.")]
+
+
+class Format(str, Enum):
+    """Formats of an exported model."""
+
+    safetensors = "safetensors"
+    onnx = "onnx"
+
+
+@guarded
+def predict(
+    folder: Folder,
+    source: Annotated[
+        Path, typer.Option("--input", "-i", metavar="PATH", help=".npy, .npz, .csv, an image or a folder of images.")
+    ],
+    top: Annotated[int, typer.Option("--top", min=1, help="Classes to print per input.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Classify inputs with the global model; without task or domain."""
+    from fedloom.cli.inputs import read_inputs
+    from fedloom.served import open_served
+    from fedloom.served import top as best
+
+    served = open_served(folder)
+    labels, x = read_inputs(source, served.meta)
+    rows = [best(scores, served.class_names, top) for scores in served.scores(x).tolist()]
+    if as_json:
+        found = [
+            {"input": label, "class": row[0][0], "scores": dict(row)} for label, row in zip(labels, rows, strict=True)
+        ]
+        print_json({"predictions": found})
+        return
+    width = max(len(label) for label in labels)
+    for label, row in zip(labels, rows, strict=True):
+        typer.echo(f"{label:<{width}}  " + "  ".join(f"{name} {score:.3f}" for name, score in row))
+
+
+@guarded
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Page to write.")] = None,
+) -> None:
+    """Write one self-contained page about a run, or about several side by side."""
+    from fedloom.report import write_report
+
+    page = out if out is not None else (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
+    typer.echo(f"report: {write_report(folders, page)}")
+
+
+@guarded
+def export(
+    folder: Folder,
+    form: Annotated[Format, typer.Option("--format", "-f", help="safetensors, or onnx (extra 'onnx').")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write.")] = None,
+) -> None:
+    """Write the global model as one file to serve."""
+    from fedloom.onnx_export import export_onnx
+    from fedloom.served import export_safetensors
+
+    target = out if out is not None else folder / f"export.{form.value}"
+    if form is Format.safetensors:
+        typer.echo(f"model: {export_safetensors(folder, target)}")
+        return
+    path, checked = export_onnx(folder, target)
+    typer.echo(f"model: {path}")
+    typer.echo(f"check: {checked}")

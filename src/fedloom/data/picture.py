@@ -1,0 +1,194 @@
+"""The picture of a data plan: who holds which classes, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedloom.data.describe import spread
+
+if TYPE_CHECKING:
+    from fedloom.data.plan import Plan
+
+MOST_CLIENTS = 100
+ARRIVALS = {
+    "synchronous": "all clients in step",
+    "shifted": "clients start one after another",
+    "per_client": "every client in an order of its own",
+}
+INK, FAINT, EMPTY = "#22303c", "#7b8794", "#f4f5f7"
+# Early tasks are cool, late ones warm, so that time can be read from colour.
+RAMP = ("#3b4cc0", "#2a7fb8", "#2a9d8f", "#7fb069", "#e0a526", "#e76f51", "#b5305f")
+
+
+def draw_plan(plan: Plan, path: Path) -> Path:
+    """Write a PNG: left, examples of every class on every client; middle, the timetable; right, sizes.
+
+    A colour is a task; its strength is the share of the largest cell. Of more than 100 clients, 100 at even
+    distances are shown.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    clients = spread(plan.num_clients, MOST_CLIENTS)
+    order = [c for task in plan.tasks for c in task]
+    counts = _counts(plan, clients)[:, order]
+    colours = _colours(len(plan.tasks))
+    widths = _widths(len(order), plan.num_stages)
+    height = 2.1 + min(8.0, max(1.0, 0.8 + 0.26 * len(clients)))
+    figure = Figure(figsize=(sum(widths) + 2.2, height), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 3, sharey=True, width_ratios=widths)
+    _draw_classes(axes[0], plan, clients, counts, order, colours)
+    _draw_timetable(axes[1], plan, clients, colours)
+    _draw_sizes(axes[2], plan, clients, colours)
+    figure.suptitle(_title(plan, len(clients)), x=0.01, ha="left", fontsize=11, color=INK, linespacing=1.5)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _counts(plan: Plan, clients: Sequence[int]) -> np.ndarray:
+    last = plan.num_stages - 1
+    return np.stack([plan.label_counts(c, last).numpy() for c in clients])
+
+
+def _widths(classes: int, stages: int) -> list[float]:
+    return [min(9.0, max(3.2, 0.3 * classes)), min(4.5, max(0.8, 0.36 * stages)), 1.5]
+
+
+def _colours(tasks: int) -> np.ndarray:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    ramp = LinearSegmentedColormap.from_list("tasks", RAMP)
+    return ramp(np.linspace(0, 1, tasks) if tasks > 1 else np.array([0.18]))[:, :3]
+
+
+def _title(plan: Plan, shown: int) -> str:
+    stream, partition = plan.rule["stream"], plan.rule["partition"]
+    who = f"{plan.num_clients:,} clients" if plan.num_clients > 1 else "1 client"
+    who += f" ({shown} shown)" if shown < plan.num_clients else ""
+    tasks = f"{len(plan.tasks)} tasks" if len(plan.tasks) > 1 else "1 task"
+    arrival = str(stream.get("arrival", "synchronous"))
+    when = "" if stream["kind"] == "static" else f" · {ARRIVALS.get(arrival, 'explicit schedule')}"
+    options = ", ".join(f"{k} {v}" for k, v in partition.items() if k not in ("kind", "clients", "name"))
+    how = partition["kind"] + (f" ({options})" if options else "")
+    first = f"{plan.source.name} · {who} · {plan.num_classes} classes in {tasks}{when}"
+    return f"{first}\npartition: {how} · seed {plan.seed}"
+
+
+def _draw_classes(
+    axis: Any, plan: Plan, clients: Sequence[int], counts: np.ndarray, order: Sequence[int], colours: np.ndarray
+) -> None:
+    hue = np.repeat(colours, [len(t) for t in plan.tasks], axis=0)[None]
+    # The square root keeps small holdings visible; any holding at all starts at a tenth.
+    strength = np.where(counts > 0, 0.1 + 0.9 * np.sqrt(counts / max(1, counts.max())), 0.0)[..., None]
+    axis.imshow(_over_paper(hue, strength), aspect="auto", interpolation="nearest")
+    _grid(axis, len(order), len(clients))
+    edges = np.cumsum([len(t) for t in plan.tasks])
+    for edge in edges[:-1]:
+        axis.axvline(edge - 0.5, color="white", linewidth=2.5)
+    if len(order) <= 30 and len(clients) <= 30:
+        _write_counts(axis, counts, strength[..., 0])
+    names = [plan.source.class_names[c] for c in order]
+    if len(order) <= 40:
+        rotation = 0 if max(map(len, names)) <= 2 else 60
+        place = {"ha": "right", "rotation_mode": "anchor"} if rotation else {}
+        axis.set_xticks(range(len(order)), names, rotation=rotation, fontsize=8, **place)
+    else:
+        axis.set_xticks([])
+    axis.set_xlabel("class, in order of arrival" if len(plan.tasks) > 1 else "class", color=INK)
+    axis.set_ylabel("client", color=INK)
+    _client_ticks(axis, clients)
+    _name_tasks(axis, plan, edges, colours)
+    _plain(axis)
+    axis.tick_params(axis="y", labelleft=True)
+
+
+def _name_tasks(axis: Any, plan: Plan, edges: np.ndarray, colours: np.ndarray) -> None:
+    if len(plan.tasks) == 1:
+        axis.set_title("examples held", fontsize=9, color=FAINT, loc="left")
+        return
+    word = "task " if len(plan.tasks) <= 6 and len(edges) and plan.num_classes >= 10 else ""
+    for task, edge in enumerate(edges):
+        middle = edge - len(plan.tasks[task]) / 2 - 0.5
+        label = f"{word}{task}"
+        axis.annotate(
+            label, (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
+            ha="center", va="bottom", fontsize=9, color=colours[task], fontweight="bold",
+        )  # fmt: skip
+    axis.set_title("task" if not word else "", fontsize=9, color=FAINT, loc="left", pad=16)
+
+
+def _write_counts(axis: Any, counts: np.ndarray, strength: np.ndarray) -> None:
+    for row, column in zip(*np.nonzero(counts), strict=True):
+        ink = "white" if strength[row, column] > 0.72 else INK
+        axis.text(column, row, str(counts[row, column]), ha="center", va="center", fontsize=6.5, color=ink)
+
+
+def _draw_timetable(axis: Any, plan: Plan, clients: Sequence[int], colours: np.ndarray) -> None:
+    tasks = np.array([[_task(plan, c, s) for s in range(plan.num_stages)] for c in clients])
+    held = np.array([[plan.size(c, s) > 0 for s in range(plan.num_stages)] for c in clients])
+    hue = colours[np.maximum(tasks, 0)]
+    strength = np.where(tasks >= 0, np.where(held, 0.92, 0.18), 0.0)[..., None]
+    axis.imshow(_over_paper(hue, strength), aspect="auto", interpolation="nearest")
+    _grid(axis, plan.num_stages, len(clients))
+    if len(clients) <= 30 and plan.num_stages <= 20:
+        for row, column in zip(*np.nonzero(tasks >= 0), strict=True):
+            ink = "white" if held[row, column] else FAINT
+            axis.text(column, row, str(tasks[row, column]), ha="center", va="center", fontsize=7, color=ink)
+    step = 1 if plan.num_stages <= 12 else 2 if plan.num_stages <= 24 else 5
+    axis.set_xticks(range(0, plan.num_stages, step))
+    axis.tick_params(axis="x", labelsize=8)
+    axis.set_xlabel("stage", color=INK)
+    pale = ", pale: no examples" if plan.num_stages > 3 and (~held & (tasks >= 0)).any() else ""
+    title = f"task worked on{pale}" if plan.num_stages > 3 else "when"
+    axis.set_title(title, fontsize=9, color=FAINT, loc="left", pad=16 if len(plan.tasks) > 1 else 6)
+    _plain(axis)
+
+
+def _task(plan: Plan, client: int, stage: int) -> int:
+    task = plan.task_of(client, stage)
+    return -1 if task is None else task
+
+
+def _draw_sizes(axis: Any, plan: Plan, clients: Sequence[int], colours: np.ndarray) -> None:
+    left = np.zeros(len(clients))
+    worked = [{_task(plan, c, s) for s in range(plan.num_stages)} for c in clients]
+    for task, part in enumerate(plan.parts):
+        sizes = np.array([part.size(c) if task in mine else 0 for c, mine in zip(clients, worked, strict=True)], float)
+        axis.barh(range(len(clients)), sizes, left=left, height=0.78, color=colours[task], linewidth=0)
+        left += sizes
+    axis.set_xlim(0, max(1.0, left.max()) * 1.04)
+    axis.set_xlabel("examples", color=INK)
+    axis.locator_params(axis="x", nbins=3)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.set_title("in all", fontsize=9, color=FAINT, loc="left", pad=16 if len(plan.tasks) > 1 else 6)
+    _plain(axis)
+
+
+def _over_paper(hue: np.ndarray, strength: np.ndarray) -> np.ndarray:
+    from matplotlib.colors import to_rgb
+
+    return np.array(to_rgb(EMPTY)) * (1 - strength) + hue * strength
+
+
+def _grid(axis: Any, columns: int, rows: int) -> None:
+    width = 1.2 if max(columns, rows) <= 40 else 0.4
+    axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    axis.grid(which="minor", color="white", linewidth=width)
+
+
+def _client_ticks(axis: Any, clients: Sequence[int]) -> None:
+    step = max(1, -(-len(clients) // 25))
+    shown = range(0, len(clients), step)
+    axis.set_yticks(list(shown), [str(clients[i]) for i in shown], fontsize=8)
+
+
+def _plain(axis: Any) -> None:
+    for side in axis.spines.values():
+        side.set_visible(False)
+    axis.tick_params(which="both", length=0, colors=INK)

@@ -1,0 +1,1 @@
+"""Who calls whom: the loop, the client runtime, processes, checkpoints. Methods are known by protocol only."""

@@ -1,0 +1,148 @@
+"""FedFMX: a pool of experts, routed in training by Fisher information and Shapley values, by a gate at test time.
+
+Source: Yuan, Lin, Chen, Xu, Liu, Ngai, "FedFMX" (ECCV 2026, arXiv 2606.28835v1). Per sample: FRES (eqs. 2-4) ->
+expert game (eq. 5) -> Shapley values, exact in closed form -> active experts and weights -> loss (eqs. 8-10).
+
+Left open by the paper; default first. Options: `fisher_scale` (z-score across experts) and `fisher_squash`;
+`empty_value` v(empty) ("chance" is -ln classes in scope); `stop` (the literal inequality with the trigger kept; a
+number k is Top-k); `fallback` weights where no active expert has a positive value (the literal 0/0 never starts to
+learn; "skip" reproduces it); which samples update the Fisher, how often ("batch" forgets within a task, "task"
+remembers across tasks) and where it lives; `merge` of the experts; `label_scope`; `mixing`; `balance`.
+Fixed: plasticity gains are divided by their sum over experts (1/K for 0/0); the Fisher averages per-sample squared
+gradients, not the square of the mean gradient, and merges like a weight; balance and distillation reach the backbone;
+the head has a fixed width and rows of unseen classes take no part in anything; the gate is linear on the backbone's
+features; the teacher is over all experts; optimiser state is fresh per round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+
+from fedloom.core import Batches, ConfigError, Context, Payload, Reply, Update
+from fedloom.core.errors import unknown
+from fedloom.core.payload import ClassRows
+from fedloom.core.tree import Tensors
+from fedloom.local import LocalSGD
+from fedloom.local.carries.fisher import CADENCES, HOMES, SAMPLES, BatchFisher, Home, ServerHome
+from fedloom.local.carries.routing import RoutingUse, routing_metrics
+from fedloom.local.terms.gate import BALANCES, GateBalance, GateDistillation
+from fedloom.local.terms.routed import RoutedCrossEntropy
+from fedloom.merge.mean import replies_mean
+from fedloom.methods.experts import MERGES, PooledFedAvg
+from fedloom.select.fisher import SCALES, SQUASHES, FisherMap
+from fedloom.select.routing import FALLBACKS, MIXES, FisherShapley, RoutingWeights, empty_rule, stop_rule
+
+PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
+Count = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+Weight = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+
+
+@dataclass(frozen=True)
+class FedFMX(PooledFedAvg):
+    """Server: the model and, with `ServerHome`, "fisher". Client: nothing, or "fisher" with `ClientHome`.
+
+    home: where the Fisher lives. `local` holds a `FisherShapley` decision and the carries "fisher" and "routing".
+    """
+
+    home: Home = field(default_factory=ServerHome)
+
+    reveals: ClassVar[Mapping[str, str]] = {
+        **PooledFedAvg.reveals,
+        "fisher": "which classes the client holds: rows of other classes only shrink",
+    }
+
+    def class_rows(self, ctx: Context) -> ClassRows:
+        """Heads and Fisher have rows per class, after the dimension of the experts."""
+        return {**super().class_rows(ctx), ("fisher", "experts"): 1, ("fisher", "sums"): 1}
+
+    def init_server(self, ctx: Context) -> Payload:
+        """The model, and a Fisher of zeros where the server keeps it."""
+        state = ctx.init_state()
+        return {**state, **self.home.on_server(self._blank(state))}
+
+    def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
+        """Train with routing; every sample sees the Fisher from before its batch."""
+        every = len(ctx.stage.seen) == ctx.num_classes
+        rows = None if every else torch.tensor(ctx.stage.seen, device=ctx.net.forward.device)
+        fisher = self.home.start(down, state, self._blank(down))
+        end = self.local(down, data, ctx, ref={"fisher": fisher, "fisher_rows": rows})
+        kept, up = self.home.finish(end.carry["fisher"])
+        used = end.carry["routing"]
+        up = {"params": end.params, "buffers": end.buffers, **up, **self.merge.extra(used)}
+        return Update(kept, up, metrics={**end.metrics, **routing_metrics(used)})
+
+    def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
+        """Merge the model, and the Fisher by number of examples."""
+        new = super().server_update(server, replies, ctx)
+        if "fisher" not in server:
+            return new
+        return {**new, "fisher": replies_mean(replies, "fisher", server["fisher"], uniform=self.uniform)}
+
+    def _blank(self, payload: Payload) -> Tensors:
+        fisher = self.local.carries["fisher"]
+        assert isinstance(fisher, BatchFisher)
+        return fisher.blank(payload["params"]["heads.weight"])
+
+
+def fedfmx(
+    *,
+    local: LocalSGD,
+    experts: Count = 4,
+    body: Literal["mlp", "identity"] | tuple[Count, ...] = "mlp",
+    rho: Annotated[float, Ge(0), Lt(1)] = 0.95,
+    alpha: Share = 0.6,
+    mu: Share = 0.5,
+    beta: Weight = 0.05,
+    gamma: Weight = 0.6,
+    tau_r: Positive = 1.0,
+    temperature: Positive = 1.0,
+    fisher_scale: Literal["experts", "per_expert", "pooled", "trace", "none"] = "experts",
+    fisher_squash: Literal["sigmoid", "softplus", "relu", "identity"] = "sigmoid",
+    fisher_samples: Literal["active", "all", "weighted"] = "active",
+    fisher_cadence: Literal["batch", "epoch", "round", "task"] = "batch",
+    fisher_home: Literal["server", "client", "reset"] = "server",
+    empty_value: Literal["chance"] | float = 0.0,
+    stop: Literal["literal", "exclude_trigger", "abs"] | Count = "literal",
+    fallback: Literal["softmax", "uniform", "top1", "skip"] = "softmax",
+    label_scope: Literal["seen", "current"] = "seen",
+    balance: Literal["sample", "batch", "switch"] = "sample",
+    mixing: Literal["logits", "probabilities"] = "logits",
+    inference_experts: Count = 2,
+    merge: Literal["client", "usage"] = "client",
+    uniform: bool = False,
+    buffers: Literal["mean", "pooled", "frozen"] = "mean",
+) -> FedFMX:
+    """Assemble FedFMX. Symbols are the paper's; temperature is the gate's T; the rest is in the module docstring."""
+    if fisher_home == "reset" and fisher_cadence in ("round", "task"):
+        raise ConfigError(f"fisher_cadence '{fisher_cadence}' needs fisher_home server or client, got 'reset'")
+    routing = FisherShapley(
+        alpha=alpha,
+        stop=stop_rule(stop, mu),
+        weigh=RoutingWeights(_pick("fallback", fallback, FALLBACKS)(tau_r)),
+        fisher_map=FisherMap(_pick("scale", fisher_scale, SCALES), _pick("squash", fisher_squash, SQUASHES)),
+        empty_value=empty_rule(empty_value),
+        tau=tau_r,
+        scope=label_scope,
+    )
+    fisher = _pick("fisher_cadence", fisher_cadence, CADENCES)(rho, _pick("fisher_samples", fisher_samples, SAMPLES))
+    gate = (GateBalance(beta, _pick("balance", balance, BALANCES)), GateDistillation(gamma))
+    terms = (RoutedCrossEntropy(label_scope), *(term for term in gate if term.weight))
+    carries = {"fisher": fisher, "routing": RoutingUse(experts)}
+    local = replace(local, terms=terms, decisions=(routing,), carries=carries)
+    mix, home = _pick("mixing", mixing, MIXES)(inference_experts), _pick("fisher_home", fisher_home, HOMES)()
+    merging = _pick("merge", merge, MERGES)
+    pool = {"experts": experts, "body": body, "temperature": temperature, "mix": mix, "merge": merging}
+    return FedFMX(local, uniform=uniform, buffers=buffers, home=home, **pool)
+
+
+def _pick(option: str, name: str, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise ConfigError(unknown(option, name, known))
+    return known[name]

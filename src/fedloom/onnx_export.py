@@ -1,0 +1,120 @@
+"""The global model as an ONNX graph that needs neither FedLoom nor torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.core import ConfigError, Context
+from fedloom.served import Served, open_served
+
+TOLERANCE = 1e-3  # largest difference of finite scores between torch and onnxruntime
+
+
+@dataclass(frozen=True)
+class _Bound(Context):
+    """A context whose network already holds the values: a graph cannot record copies into parameters."""
+
+    def bind(self, params: Any, buffers: Any = None) -> Any:
+        return dict(self.net.module.named_parameters())
+
+
+class _Graph(nn.Module):
+    """Stored inputs as float32 [batch, ...] -> scores [batch, classes]; normalisation is inside."""
+
+    def __init__(self, served: Served):
+        super().__init__()
+        served.context.bind(served.view["params"], served.view.get("buffers"))
+        served.context.net.train(False)
+        context = served.context
+        self.module = context.net.module
+        self._served = served
+        self._context = _Bound(net=context.net, stage=context.stage, num_classes=context.num_classes, seed=context.seed)
+        scale = 255.0 if served.meta["stored"] == "uint8" else 1.0
+        mean, std = (torch.tensor(served.meta[k] or [d]) for k, d in (("mean", 0.0), ("std", 1.0)))
+        shape = (1, -1, 1, 1) if len(served.meta["input_shape"]) == 3 else (1,) * (len(served.meta["input_shape"]) + 1)
+        self.register_buffer("shift", (scale * mean).view(shape))
+        self.register_buffer("spread", (scale * std).view(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - self.shift) / self.spread
+        return self._served.method.predict(self._served.view, {}, x, self._context)
+
+
+def export_onnx(folder: Path, out: Path) -> tuple[Path, str]:
+    """Write the model and compare it with torch; returns the path and what the check found.
+
+    The graph's input `x` is the stored input as float32 (8-bit images as 0..255), its output `scores`.
+    Raises `ConfigError` when the extra is missing, the method cannot be exported, or the results differ.
+    """
+    _need("onnx", "onnxscript")
+    served = open_served(folder)
+    graph = _Graph(served).eval()
+    sample = torch.zeros(2, *served.meta["input_shape"])
+    try:
+        with _silent():
+            program = torch.onnx.export(
+                graph,
+                (sample,),
+                dynamo=True,
+                input_names=["x"],
+                output_names=["scores"],
+                dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
+                verbose=False,
+            )
+            out.parent.mkdir(parents=True, exist_ok=True)
+            program.save(str(out), external_data=False)
+    except OSError as error:
+        raise ConfigError(f"cannot write '{out}' ({error}); name another file with --out") from error
+    except Exception as error:  # the exporter raises many kinds for what it cannot express
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"this method cannot be exported to ONNX ({reason}); use --format safetensors") from error
+    return out, _check(graph, served, out)
+
+
+def _check(graph: nn.Module, served: Served, path: Path) -> str:
+    try:
+        import onnxruntime
+    except ImportError:
+        return "not compared with torch: onnxruntime is not installed (extra 'onnx')"
+    rng = torch.Generator().manual_seed(0)
+    x = torch.rand(3, *served.meta["input_shape"], generator=rng) * (255 if served.meta["stored"] == "uint8" else 1)
+    with torch.no_grad():
+        want = graph(x)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    got = torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
+    finite = want.isfinite()
+    worst = float((got[finite] - want[finite]).abs().max())
+    if not torch.equal(finite, got.isfinite()) or worst > TOLERANCE:
+        raise ConfigError(f"the exported graph differs from torch by {worst:.2g}; use --format safetensors")
+    return f"onnxruntime agrees with torch to {worst:.1g}"
+
+
+def _need(*packages: str) -> None:
+    import importlib.util
+
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"--format onnx needs {' and '.join(missing)}; install the extra: pip install 'fedloom[onnx]'")
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The exporter talks on stdout and warns about its own internals; neither is for our users."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,168 @@
+"""The model that a run left, ready to predict: the global view, without the data set it was trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.core.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fedloom.build import Built
+    from fedloom.core import Context, Method, Payload
+
+MODEL = "model"
+WEIGHTS, META = "model.safetensors", "model.json"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A method bound to the final global view.
+
+    meta: class_names, input_shape, mean, std, seen, tasks and what else `model/model.json` records.
+    """
+
+    method: Method
+    view: Payload
+    context: Context
+    meta: Mapping[str, Any]
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes by id."""
+        return list(self.meta["class_names"])
+
+    def scores(self, x: Any, batch_size: int = 250) -> Tensor:
+        """Scores [n, classes] of stored inputs (as the data set holds them); classes never seen are -inf."""
+        import torch
+
+        x = self.inputs(x)
+        state = self.method.init_client(self.context)
+        parts = [self.method.predict(self.view, state, self.prepare(p), self.context).cpu() for p in x.split(batch_size)]
+        return torch.cat(parts) if parts else torch.empty(0, len(self.class_names))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Stored inputs -> model inputs."""
+        from fedloom.data.augment import Prepare
+
+        prepared = Prepare(tuple(self.meta["mean"]), tuple(self.meta["std"]))(x)
+        assert not isinstance(prepared, Mapping)
+        return prepared
+
+    def inputs(self, x: Any) -> Tensor:
+        """Arrays or tensors as a batch of the run's input shape; `DataError` names both shapes when they differ."""
+        import numpy as np
+        import torch
+
+        found = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(x))
+        want = tuple(self.meta["input_shape"])
+        if found.dim() == len(want) and found.dim() == 3 and want[0] == 1 and tuple(found.shape[1:]) == want[1:]:
+            found = found[:, None]
+        elif len(want) == 3 and found.dim() == 4 and tuple(found.shape[1:]) == (*want[1:], want[0]):
+            found = found.permute(0, 3, 1, 2)
+        if tuple(found.shape[1:]) != want:
+            raise DataError(f"inputs have shape {list(found.shape)}, the model needs [batch, {', '.join(map(str, want))}]")
+        if self.meta["stored"] != "uint8":
+            return found.to(torch.float32)
+        if found.dtype.is_floating_point or found.min() < 0 or found.max() > 255:
+            raise DataError("the model was trained on 8-bit images; give integers from 0 to 255")
+        return found.to(torch.uint8)
+
+
+def open_served(folder: Path, model: Any = None) -> Served:
+    """Open the model of a run folder. model: the user's own network, where the run was given one as an object.
+
+    Raises `CheckpointError` when the folder holds no finished model.
+    """
+    from fedloom.build import device, method
+    from fedloom.config import read_yaml, resolve
+    from fedloom.engine.files import load_payload
+
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"'{folder}' is not a run folder: it has no config.yaml")
+    if not (folder / MODEL / WEIGHTS).is_file():
+        raise CheckpointError(f"'{folder}' holds no model yet; let the run end (`fedloom resume {folder}`)")
+    meta = _meta(folder / MODEL / META)
+    config = resolve(read_yaml(folder / "config.yaml"))
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"device": str(device("auto"))})})
+    made = method(config)
+    context = _context(config, made, meta, model)
+    return Served(made, load_payload(folder / MODEL / WEIGHTS), context, meta)
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        found["class_names"], found["input_shape"], found["seen"]  # noqa: B018  a damaged file fails here
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is missing or damaged ({type(error).__name__}); resume the run to write it") from error
+    return found
+
+
+def _context(config: Any, made: Method, meta: Mapping[str, Any], model: Any) -> Context:
+    from fedloom.build import forward, network
+    from fedloom.core import Context, Net, Stage
+
+    spec = network(config, len(meta["class_names"]), tuple(meta["input_shape"]), model)
+    net = Net(lambda: made.module(spec), replace(forward(config), grad_checkpointing=False))
+    seen, last = tuple(meta["seen"]), meta["stages"] - 1
+    stage = Stage(last, meta["stages"], meta["rounds"], tuple(meta["current"]), seen)
+    return Context(net=net, stage=stage, num_classes=len(meta["class_names"]), seed=config.seed, exchange="evaluate")
+
+
+def describe(built: Built) -> dict[str, Any]:
+    """What `model/model.json` must hold for a model to be used without its data set."""
+    source, plan = built.source, built.experiment.plan
+    stage = plan.stage(plan.num_stages - 1)
+    return {
+        "method": built.config.method["name"],
+        "num_classes": plan.num_classes,
+        "class_names": list(source.class_names),
+        "input_shape": list(source.input_shape),
+        "stored": "uint8" if str(source.x_train.dtype) == "torch.uint8" else "float32",
+        "mean": list(source.mean),
+        "std": list(source.std),
+        "seen": list(stage.seen),
+        "current": list(stage.classes),
+        "tasks": [list(task) for task in plan.tasks],
+        "stages": plan.num_stages,
+        "rounds": plan.rounds,
+    }
+
+
+def export_safetensors(folder: Path, out: Path) -> Path:
+    """Write the global model as plain safetensors: the network's own tensor names, metadata as text."""
+    from safetensors.torch import save_file
+
+    served = open_served(folder)
+    module = module_of(served)
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()}
+    meta = {key: value if isinstance(value, str) else json.dumps(value) for key, value in served.meta.items()}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, str(out), metadata=meta)
+    except Exception as error:  # safetensors has an error class of its own for what the disk refuses
+        raise ConfigError(f"cannot write '{out}' ({error}); name another file with --out") from error
+    return out
+
+
+def module_of(served: Served) -> torch.nn.Module:
+    """The network with the global values, in evaluation mode."""
+    served.context.bind(served.view["params"], served.view.get("buffers"))
+    served.context.net.train(False)
+    return served.context.net.module
+
+
+def top(scores: Sequence[float], names: Sequence[str], count: int = 5) -> list[tuple[str, float]]:
+    """The `count` most likely classes as (name, probability), classes never seen left out."""
+    import torch
+
+    probabilities = torch.softmax(torch.as_tensor(scores, dtype=torch.float64), 0)
+    order = probabilities.argsort(descending=True, stable=True).tolist()
+    return [(names[k], float(probabilities[k])) for k in order[:count] if float(probabilities[k]) > 0]
