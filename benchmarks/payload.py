@@ -2,7 +2,8 @@
 
 By hand: for each client copy the global tensors into a module, copy them out, add them to a float64 sum; then
 divide and round. The library does the same through its engine, with its checks; checkpoints are off and their cost
-per round is measured apart. Peak memory is anonymous memory (what no file backs) above that before the first round.
+per round is measured apart. Peak memory is anonymous memory (what no file backs) up to the end of the last round, above
+that before the run, in models: the network of the process, the old state, the new state and one float64 tensor.
 
     python benchmarks/payload.py [--pairs 5] [--rounds 6] [--json]
 """
@@ -40,14 +41,15 @@ class Peak:
     """Samples anonymous memory in a thread."""
 
     def __enter__(self) -> Peak:
-        self.start, self.top, self._stop = memory_mb("Anonymous"), 0.0, threading.Event()
+        self.start, self.top, self.frozen, self._stop = memory_mb("Anonymous"), 0.0, False, threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.top = max(self.top, memory_mb("Anonymous") - self.start)
+        while not self._stop.wait(0.005):
+            if not self.frozen:
+                self.top = max(self.top, memory_mb("Anonymous") - self.start)
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
@@ -103,6 +105,8 @@ def library(rounds: int, checkpoint: int = 0, peak: bool = False) -> dict[str, f
 
         def round_done(self, row: Any) -> None:
             self.ends.append(time.perf_counter())
+            if peak:
+                watched.frozen = len(self.ends) == rounds
 
     job = build(resolve(tree), data=data, model=network)
     experiment = job.experiment

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom import __version__
 from fedloom.build import Built, build
 from fedloom.config import Config, resolve, resolve_source
 from fedloom.core.errors import CheckpointError, FedloomError, Interrupted, RunError
@@ -86,7 +87,7 @@ def run(
 ) -> Run:
     """Train, evaluate and write a run folder.
 
-    recipe_or_config: a recipe's name, a YAML file, or a mapping; None starts from the defaults.
+    recipe_or_config: a recipe's name, a YAML file, or a mapping; None is the quickstart, or with `data` the defaults.
     method: a name, or a mapping with `name` and options. data: a name, a mapping of the section, or arrays
     `(x, y)`, `(x_train, y_train, x_test, y_test)`, a torch dataset or a pair of them. model: a name, a mapping of
     the section, a module (a classifier giving logits [batch, classes], or a backbone with `num_features` giving
@@ -110,9 +111,9 @@ def configure(
     **overrides: Any,
 ) -> tuple[str, Config, Any, Any]:
     """(name for the folder, checked tree, the user's data or None, the user's model or None)."""
-    if isinstance(recipe_or_config, Path):
-        recipe_or_config = str(recipe_or_config)
-    name, base = resolve_source(recipe_or_config)
+    if recipe_or_config is None and data is None:
+        recipe_or_config = "quickstart"
+    name, base = resolve_source(str(recipe_or_config) if isinstance(recipe_or_config, Path) else recipe_or_config)
     layer = dict(overrides)
     for section, value in (("method", method), ("data", data), ("model", model), ("engine", engine)):
         if isinstance(value, str):
@@ -137,6 +138,7 @@ def start(built: Built, out: Path, observers: Sequence[Observer] = (), model: An
 
     with RunFolder.create(out, built.config.as_dict(), environment(built)) as folder:
         write_json(folder.path / "partition.json", built.experiment.plan.describe())
+        folder.log(f"fedloom {__version__}, configuration {built.hash}")
         for note in built.experiment.plan.notes:
             _note(folder, observers, note)
         return Run(folder.path, _carry_out(built, folder, observers), model)
@@ -206,7 +208,7 @@ def _carry_out(built: Built, folder: RunFolder, observers: Sequence[Observer]) -
 
     folder.mark(None)
     try:
-        measured = train(built.experiment, built.options, folder, observers)
+        measured = train(built.experiment, built.options, folder, [*observers, _log(folder)])
         summary = _finish(built, folder, measured)
     except Interrupted as error:
         raise Interrupted(f"{error}; continue with `fedloom resume {folder.path}`") from error
@@ -226,6 +228,20 @@ def _carry_out(built: Built, folder: RunFolder, observers: Sequence[Observer]) -
     for observer in observers:
         observer.finished(summary)
     return summary
+
+
+def _log(folder: RunFolder) -> Observer:
+    """An observer that keeps one line per stage in log.txt; notes get there by themselves."""
+    from fedloom.engine.experiment import Observer
+
+    class Log(Observer):
+        def started(self, info: Mapping[str, Any]) -> None:
+            folder.log("training: " + ", ".join(f"{key} {value}" for key, value in info.items() if value is not None))
+
+        def stage_done(self, row: Mapping[str, Any]) -> None:
+            folder.log(f"stage {row['stage']} done: accuracy {row.get('accuracy')}")
+
+    return Log()
 
 
 def _finish(built: Built, folder: RunFolder, measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Served:
         import numpy as np
         import torch
 
-        found = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(x))
+        found = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
         want = tuple(self.meta["input_shape"])
         if found.dim() == len(want) and found.dim() == 3 and want[0] == 1 and tuple(found.shape[1:]) == want[1:]:
             found = found[:, None]

@@ -85,7 +85,9 @@ def test_damaged_entry_is_built_again(private_cache, damage):
     else:
         file.unlink()
     again = load_source("digits")
-    assert again.fingerprint == first.fingerprint and torch.equal(again.x_train[-50:], load_source("digits").x_train[-50:])
+    assert again.fingerprint == first.fingerprint and torch.equal(
+        again.x_train[-50:], load_source("digits").x_train[-50:]
+    )
     assert int(again.x_train[-1].sum()) > 0
     assert entries(private_cache) == [entry] and len(list((private_cache / "sources").iterdir())) == 1
 

@@ -10,6 +10,10 @@ from fedloom.core import ConfigError
 from fedloom.select.fisher import SCALES, SQUASHES, FisherMap, fres, head_gradients, shares
 
 
+def noise(*shape):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
 def problem(experts=3, batch=5, classes=4, dim=6, dtype=torch.float64, seed=0):
     rng = torch.Generator().manual_seed(seed)
 
@@ -31,8 +35,10 @@ def head_gradient(feature, weight, bias, label, mask=None):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 def test_closed_form_equals_autograd(dtype, tolerance):
-    features, weight, bias, labels, fisher = problem(dtype=dtype)
-    cost, gain = fres(features, features @ weight.mT + bias[:, None], labels, fisher)
+    features, weight, bias, labels, fisher = problem()
+    logits = features @ weight.mT + bias[:, None]
+    cost, gain = fres(features.to(dtype), logits.to(dtype), labels, fisher.to(dtype))
+    assert cost.dtype == gain.dtype == dtype and cost.shape == gain.shape == (5, 3)
     for k in range(3):
         for b in range(5):
             g = head_gradient(features[k, b], weight[k], bias[k], labels[b])
@@ -54,14 +60,16 @@ def test_masked_classes_get_no_gradient():
 
 
 def test_worked_example():
+    logits, labels = torch.tensor([[[1.0, 0.0, -1.0]]]).double(), torch.tensor([0])
+    feature = torch.tensor([[[1.0, 2.0]]]).double()
     fisher = torch.arange(1.0, 10.0, dtype=torch.float64).view(1, 3, 3) / 10
-    feature, logits = torch.tensor([[[2.0]]], dtype=torch.float64), torch.tensor([[[1.0, 0.0, -1.0]]]).double()
-    # h = (1, 2) with the bias last is (2, 1) here, so the columns of the example swap.
-    cost, gain = fres(feature.new_tensor([[[1.0, 2.0]]]), logits, torch.tensor([0]), fisher)
-    assert feature.shape == (1, 1, 1)
-    assert gain.item() > 0 and cost.item() > 0
-    p = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64).softmax(0)
-    assert p.tolist() == pytest.approx([0.665241, 0.244728, 0.090031], abs=1e-6)
+    loss, delta_sq = head_gradients(logits, labels)
+    assert delta_sq.flatten().sqrt().tolist() == pytest.approx([1 - 0.665241, 0.244728, 0.090031], abs=1e-6)
+    assert float(delta_sq.sum() * (feature.square().sum() + 1)) == pytest.approx(1.080367, abs=1e-6)
+    cost, gain = fres(feature, logits, labels, fisher)
+    assert cost.item() == pytest.approx(0.163398, abs=1e-6)
+    assert gain.item() == pytest.approx(0.240082, abs=1e-6)
+    assert loss.item() == pytest.approx(0.407606, abs=1e-6)
 
 
 @settings(max_examples=30, deadline=None)
@@ -94,7 +102,7 @@ def test_perfect_prediction_gives_zeros(margin):
 def test_confident_predictions_keep_their_gradient():
     logits = torch.tensor([[[18.0, 0.0]]])  # in fp32 p rounds to 1, but 1 - p is 1.5e-8
     loss, delta_sq = head_gradients(logits, torch.tensor([0]))
-    assert delta_sq[0, 0, 0].sqrt() == pytest.approx(1.523e-8, rel=1e-3)
+    assert delta_sq.sqrt().flatten().tolist() == pytest.approx([1.523e-8, 1.523e-8], rel=1e-3)
     assert loss.shape == (1, 1)
 
 
@@ -129,14 +137,14 @@ def test_squashes_are_not_negative():
 
 
 def test_one_expert_has_no_score_across_experts():
-    mapped = FisherMap()(torch.rand(1, 3, 4))
+    mapped = FisherMap()(noise(1, 3, 4))
     assert (mapped == 0.5).all()
 
 
 @pytest.mark.parametrize("scale", list(SCALES))
 @pytest.mark.parametrize("squash", ["sigmoid", "softplus", "relu"])
 def test_rows_of_unseen_classes_count_for_nothing(scale, squash):
-    fisher = torch.rand(3, 5, 4, dtype=torch.float64)
+    fisher = noise(3, 5, 4)
     fisher[:, [1, 4]] = 0
     rows = torch.tensor([0, 2, 3])
     mapping = FisherMap(SCALES[scale], SQUASHES[squash])

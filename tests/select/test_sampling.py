@@ -10,7 +10,16 @@ from fedloom.select.sampling import cohort_size, uniform_cohort
 
 @pytest.mark.parametrize(
     ("available", "size", "count"),
-    [(10, 3, 3), (10, 30, 10), (10, 0.25, 3), (10, 0.001, 1), (10, 1.0, 10), (100, 0.07, 7), (100, 0.2, 20), (0, 0.5, 0)],
+    [
+        (10, 3, 3),
+        (10, 30, 10),
+        (10, 0.25, 3),
+        (10, 0.001, 1),
+        (10, 1.0, 10),
+        (100, 0.07, 7),
+        (100, 0.2, 20),
+        (0, 0.5, 0),
+    ],
 )
 def test_sizes(available, size, count):
     assert cohort_size(available, size) == count
@@ -46,9 +55,6 @@ def test_draws_are_uniform():
 
 
 def test_a_range_is_not_expanded():
-    class Strict(range.__class__):  # a sequence that refuses to be read in full
-        pass
-
     class Members:
         def __len__(self):
             return 100_000

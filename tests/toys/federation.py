@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -125,13 +126,14 @@ class BlobSpec:
 
 def local(**changes: Any) -> LocalSGD:
     """Local training that suits the blobs."""
-    return LocalSGD(**{"optimizer": SGD(lr=0.1, momentum=0.5), "epochs": 2, "batch_size": 8, **changes})
+    optimizer = SGD(lr=0.1, momentum=0.5, weight_decay=0.01)
+    return LocalSGD(**{"optimizer": optimizer, "epochs": 2, "batch_size": 8, **changes})
 
 
-def method_of(name: str, **options: Any) -> Method:
-    """A method by `module:factory`, on the blobs' local training."""
+def method_of(name: str, *, training: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Method:
+    """A method by `module:factory`, on the blobs' local training with the changes of `training`."""
     module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)(local=local(), **options)
+    return getattr(importlib.import_module(module), attribute)(local=local(**training), **options)
 
 
 def experiment(name: str, *, seed: int = 0, cohort: float = 0.5, spec: Any = None, **changes: Any) -> Experiment:

@@ -7,23 +7,32 @@ counts before each stage's training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from fedloom.core import Batches, Context, Method, Payload, Reply, Update
-from fedloom.core import tree
+from fedloom.core import Batches, Context, Method, Payload, Reply, Stage, Update, tree
 from fedloom.core.method import Exchange, Trip
+from fedloom.core.payload import ClassRows
 from fedloom.local import LocalSGD
 from fedloom.merge.mean import replies_mean
 
 
 @dataclass(frozen=True)
 class Tally(Method):
+    """See the module docstring. Source: none, it is a test case."""
+
     local: LocalSGD
 
-    def class_rows(self, ctx: Context):
+    reveals: ClassVar[Mapping[str, str]] = {
+        "params": "a model trained on the client's data",
+        "buffers": "mean and variance of the client's activations",
+        "census": "how many examples of each class the client holds",
+    }
+
+    def class_rows(self, ctx: Context) -> ClassRows:
         return {**super().class_rows(ctx), ("census", "counts"): 0}
 
     def init_server(self, ctx: Context) -> Payload:
@@ -42,7 +51,8 @@ class Tally(Method):
         end = self.local({"params": start, "buffers": down["buffers"]}, data, ctx)
         visits = {"count": state["visits"]["count"] + 1}
         up = {"params": end.params, "buffers": end.buffers}
-        return Update({"visits": visits, "memory": end.params}, up, metrics={**end.metrics, "visits": float(visits["count"])})
+        metrics = {**end.metrics, "visits": float(visits["count"])}
+        return Update({"visits": visits, "memory": end.params}, up, metrics=metrics)
 
     def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         return {**server, **{f: replies_mean(replies, f, server[f]) for f in ("params", "buffers")}}
@@ -58,9 +68,10 @@ class Tally(Method):
     def exchanges(self) -> Mapping[str, Exchange]:
         return {**super().exchanges(), "census": Exchange(lambda server, client, ctx: {}, self._count, self._add)}
 
-    def plan(self, stage):
+    def plan(self, stage: Stage) -> Iterable[Trip]:
         return [Trip("census", None, "all"), *super().plan(stage)]
 
 
 def tally(*, local: LocalSGD) -> Tally:
+    """Assemble the method."""
     return Tally(local)

@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Recipe = Annotated[str, typer.Argument(metavar="[RECIPE|FILE]", help="Name of a recipe, or a YAML file.")]
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="Name of a recipe, or a YAML file.")]
 Method = Annotated[str | None, typer.Option("--method", "-m", help="Method, or package.module:attribute.")]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Dotted key, YAML value.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of every random stream.")]

@@ -177,6 +177,6 @@ def _recipes() -> list[tuple[str, str]]:
 
     rows = []
     for name in recipe_names():
-        first = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").split("\n", 1)[0]
-        rows.append((name, first.lstrip("# ")))
+        head = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n#\n")[0]
+        rows.append((name, " ".join(line.lstrip("# ") for line in head.splitlines())))
     return rows

@@ -20,11 +20,11 @@ Prepare = Callable[[Inputs, torch.Generator | None], Inputs]
 
 
 class Batch(NamedTuple):
-    """x: inputs [batch, ...] or a mapping of them; y: int64 class ids [batch]; index: positions in the client's data."""
+    """x: inputs [batch, ...] or a mapping; y: int64 class ids [batch]; index: positions in the client's data."""
 
     x: Inputs
     y: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
 def take(x: Inputs, index: Tensor) -> Inputs:

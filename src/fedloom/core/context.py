@@ -46,7 +46,7 @@ class Stage:
 class Forward:
     """How a forward pass runs: device, memory format, and precision ("fp32", or "bf16" autocast)."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     memory_format: torch.memory_format = torch.contiguous_format
     precision: str = "fp32"
     grad_checkpointing: bool = False
@@ -67,7 +67,7 @@ class Net:
     def __init__(self, factory: Callable[[], nn.Module], forward: Forward | None = None):
         self.factory, self.forward = factory, forward or Forward()
         self.module = factory().to(self.forward.device)
-        self.module = self.module.to(memory_format=self.forward.memory_format)  # type: ignore[call-overload]
+        self.module = self.module.to(memory_format=self.forward.memory_format)
         if self.forward.grad_checkpointing:
             _enable_checkpointing(self.module)
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}

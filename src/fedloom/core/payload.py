@@ -56,7 +56,7 @@ def digest(payload: Payload) -> str:
     sha = hashlib.sha256()
     for field, name, tensor in items(payload):
         sha.update(f"{field}\x1f{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1e".encode())
-        sha.update(memoryview(raw_bytes(tensor).numpy()))
+        sha.update(raw_bytes(tensor).numpy().data)
     return sha.hexdigest()
 
 

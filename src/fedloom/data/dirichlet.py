@@ -13,6 +13,7 @@ from fedloom.data.parts import Listed, Parts
 from fedloom.data.ranges import at_least, feasible, positive
 
 ATTEMPTS = 100
+TRIES = 10  # where the repair can end it
 VARIANTS = ("balanced", "plain")
 
 
@@ -26,7 +27,7 @@ class Dirichlet:
     remainder; in the published code that is always the last client.
     min_size 0: up to 100 draws for one in which every client holds something, then the draw with the fewest empty
     clients. Differs: the published loop has no end, and in practice never ends for many clients and small alpha.
-    min_size k > 0: every client holds at least k; what the draw did not give, the largest clients give.
+    min_size k > 0: every client holds at least k; what 10 draws did not give, the largest clients give.
     """
 
     alpha: float = 0.5
@@ -48,7 +49,7 @@ class Dirichlet:
         rng = np.random.default_rng(seed)
         groups = [rng.permutation(np.flatnonzero(y == label)) for label in np.unique(y)]
         need = max(1, self.min_size)
-        attempts = ATTEMPTS if len(y) >= need * clients else 1
+        attempts = 1 if len(y) < need * clients else TRIES if self.min_size else ATTEMPTS
         best, missing = None, clients + 1
         for _ in range(attempts):
             owners = self._draw(groups, len(y), clients, rng)
@@ -69,7 +70,7 @@ class Dirichlet:
             # always be the same client.
             turn = rng.permutation(clients)
             if self.variant == "balanced":
-                shares = _capped(shares, held[turn] < total / clients)
+                shares = _capped(shares, held[turn] < total / clients, self.alpha, rng)
             cuts = np.floor(np.cumsum(shares)[:-1] * len(group)).astype(np.int64).clip(0, len(group))
             counts = np.diff(cuts, prepend=0, append=len(group))
             owners[group] = np.repeat(turn, counts)
@@ -77,15 +78,16 @@ class Dirichlet:
         return owners
 
 
-def _capped(shares: np.ndarray, open_mask: np.ndarray) -> np.ndarray:
+def _capped(shares: np.ndarray, open_mask: np.ndarray, alpha: float, rng: np.random.Generator) -> np.ndarray:
     """Shares of the clients that may still get examples, summing to 1.
 
-    A draw may put all its mass on full clients (small alpha): the open clients then share equally.
+    A draw may put all its mass on full clients (small alpha): it is then repeated among the open ones.
     """
+    if not open_mask.any():
+        return shares
     kept = shares * open_mask
-    if kept.sum() > 0:
-        return kept / kept.sum()
-    kept = open_mask.astype(np.float64) if open_mask.any() else np.ones_like(shares)
+    if not kept.sum() > 0:
+        kept[open_mask] = rng.dirichlet(np.full(int(open_mask.sum()), alpha))
     return kept / kept.sum()
 
 

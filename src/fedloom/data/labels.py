@@ -51,10 +51,10 @@ def _plain(raw: Any, where: str) -> np.ndarray:
             f"{where} must be one class per example, got shape {y.shape}; for one-hot rows pass y.argmax(1)"
         )
     if y.dtype.kind == "O":
-        bad = next((v for v in y.tolist() if not isinstance(v, str)), None)
-        if bad is not None:
-            raise DataError(f"{where} must be integers or text, got {bad!r}; fill or drop these examples")
-        return y.astype(str)
+        bad = [v for v in y.tolist() if not isinstance(v, type(y[0])) or not isinstance(v, str | int)]
+        if bad:
+            raise DataError(f"{where} must be all integers or all text, got {bad[0]!r}; fill or drop these examples")
+        return y.astype(str if isinstance(y[0], str) else np.int64)
     if y.dtype.kind == "f":
         bad_idx = np.flatnonzero(~(np.isfinite(y) & (y == np.floor(y))))
         if len(bad_idx):

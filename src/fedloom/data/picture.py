@@ -73,7 +73,7 @@ def _title(plan: Plan, shown: int) -> str:
     tasks = f"{len(plan.tasks)} tasks" if len(plan.tasks) > 1 else "1 task"
     arrival = str(stream.get("arrival", "synchronous"))
     when = "" if stream["kind"] == "static" else f" · {ARRIVALS.get(arrival, 'explicit schedule')}"
-    options = ", ".join(f"{k} {v}" for k, v in partition.items() if k not in ("kind", "clients", "name"))
+    options = ", ".join(f"{k} {v}" for k, v in partition.items() if v and k not in ("kind", "clients", "name"))
     how = partition["kind"] + (f" ({options})" if options else "")
     first = f"{plan.source.name} · {who} · {plan.num_classes} classes in {tasks}{when}"
     return f"{first}\npartition: {how} · seed {plan.seed}"

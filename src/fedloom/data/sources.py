@@ -56,6 +56,10 @@ def load_source(
     keep = {"cache": Path(cache) if cache else None}
     if not isinstance(name, str):
         return from_arrays(name, test_fraction=test_fraction, split_seed=split_seed, **keep)
+    return _named(name, root or os.environ.get("FEDLOOM_DATA"), reading, store, keep)
+
+
+def _named(name: str, root: str | Path | None, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
     scheme, _, rest = name.partition(":")
     if scheme == "stored":
         return _stored(rest, store, keep)
@@ -68,7 +72,7 @@ def load_source(
         return _digits(reading, store, keep)
     if hub not in ENTRIES and hub.count("/") != 1:
         raise DataError(unknown("data set", name, [*ENTRIES, "folder:PATH", "parquet:PATH"]))
-    return _repository(hub, root or os.environ.get("FEDLOOM_DATA"), reading, store, keep)
+    return _repository(hub, root, reading, store, keep)
 
 
 def store_source(source: Source) -> str:
@@ -156,7 +160,7 @@ def _from_parquet(
 
 
 def _repository(hub: str, root: str | Path | None, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
-    entry = ENTRIES.get(hub, Entry(hub, "", train_split=None))
+    entry = ENTRIES.get(hub, Entry(hub, "", train_split=None, test_split=None))
     given = {k: v for k, v in asdict(reading).items() if v is not None}
     known = {k: getattr(entry, k) for k in ("image", "label", "config", "train_split", "test_split")}
     reading = replace(Reading(**(known | given)), single=hub in ENTRIES and entry.test_split is None)

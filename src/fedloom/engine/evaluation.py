@@ -84,10 +84,8 @@ def _measure(
     for answer in answers:
         if isinstance(answer, Failed):
             view = "the global view" if answer.client is None else f"the view of client {answer.client}"
-            cause = (
-                answer.reason if answer.fatal else f"evaluation of {view} after stage {stage} failed: {answer.reason}"
-            )
-            error = RunError(cause)
+            cause = f"evaluation of {view} at stage {stage} failed: {answer.reason}"
+            error = RunError(answer.reason if answer.fatal else cause)
             error.add_note(answer.trace)
             raise error
         assert isinstance(answer, Measured)

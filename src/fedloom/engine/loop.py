@@ -60,27 +60,19 @@ class Loop:
     def run(self) -> dict[str, Any]:
         """Every stage, then the result."""
         self._began = time.perf_counter()
-        server, progress = self._start()
-        self._wall_before = progress.wall_seconds
+        self._start()
+        self._wall_before = self.progress.wall_seconds
         try:
             with _graceful(self.stop):
-                for stage in range(progress.stage, self.experiment.plan.num_stages):
-                    server = self._stage(stage, server, progress)
+                for stage in range(self.progress.stage, self.experiment.plan.num_stages):
+                    self._stage(stage)
         except Interrupted:
-            self._rescue()
+            server, progress = self._committed
+            if self.options.checkpoint_every and self.saved != (progress.stage, progress.trip):
+                self._checkpoint(server, progress)
             raise
-        except Exception:
-            with suppress(RunError):  # what ended the run matters more
-                self._rescue()
-            raise
-        progress.wall_seconds = self._wall()
-        return conclude(self.experiment, self.force.runtime, self.folder, server, progress)
-
-    def _rescue(self) -> None:
-        """Checkpoint the last committed round, unless that was done."""
-        server, progress = self._committed
-        if self.options.checkpoint_every and self.saved != (progress.stage, progress.trip):
-            self._checkpoint(server, progress)
+        self.progress.wall_seconds = self._wall()
+        return conclude(self.experiment, self.force.runtime, self.folder, self.server, self.progress)
 
     def note(self, text: str) -> None:
         """Tell the user and the log."""
@@ -90,86 +82,76 @@ class Loop:
         """A context in this process."""
         return self.force.runtime.context(stage, trip.round, trip.exchange, client)
 
-    def _start(self) -> tuple[Payload, Progress]:
+    def _start(self) -> None:
         found = self.checkpoints.load(self.note)
         if found is None:
             self.checkpoints.store.clear()
             with seeded(self.experiment.seed, "init"):
                 server = self.experiment.method.init_server(self.context(0, Trip()))
             check_structure(server, "the server state")
-            found = _fresh(server, self.reader), Progress()
+            self.server, self.progress = _fresh(server, self.reader), Progress()
         else:
-            self.saved = (found[1].stage, found[1].trip)
-        server, progress = found
-        self.folder.rewind(progress.metrics_size)
-        self._committed = server, _copy(progress)
+            self.server, self.progress = found
+            self.saved = (self.progress.stage, self.progress.trip)
+        self.folder.rewind(self.progress.metrics_size)
+        self._committed = self.server, _copy(self.progress)
+        at = f"stage {self.progress.stage}, trip {self.progress.trip}" if self.saved else None
         info = {
             "stages": self.experiment.plan.num_stages,
             "rounds": self.experiment.plan.rounds,
             "clients": self.experiment.plan.num_clients,
             "workers": self.options.workers,
-            "resumed_from": f"stage {progress.stage}, trip {progress.trip}" if self.saved else None,
+            "resumed_from": at,
         }
         for observer in self.observers:
             observer.started(info)
-        return server, progress
 
-    def _stage(self, stage: int, server: Payload, progress: Progress) -> Payload:
+    def _stage(self, stage: int) -> None:
         trips = list(self.experiment.method.plan(self.experiment.plan.stage(stage)))
-        for k in range(progress.trip, len(trips)):
-            row, server = self._trip(stage, k, trips[k], server, progress)
-            last = k + 1 == len(trips)
-            every = self.options.evaluate_every
+        for k in range(self.progress.trip, len(trips)):
+            row = self._trip(stage, k, trips[k])
+            last, every = k + 1 == len(trips), self.options.evaluate_every
             if not last and isinstance(every, int) and trips[k].round is not None and (trips[k].round + 1) % every == 0:
-                row |= {"accuracy": self._evaluate(stage, server, progress, row=False)["accuracy"]}
+                row |= {"accuracy": self._evaluate(stage, final=False)["accuracy"]}
             self._record(row, "round_done")
-            if last:
-                self._record(self._evaluate(stage, server, progress, row=True), "stage_done")
-            progress.stage, progress.trip = (stage + 1, 0) if last else (stage, k + 1)
-            self._commit(server, progress, forced=last)
-        if not trips:
-            self._record(self._evaluate(stage, server, progress, row=True), "stage_done")
-            progress.stage, progress.trip = stage + 1, 0
-            self._commit(server, progress, forced=True)
-        return server
+            if not last:
+                self._commit(stage, k + 1)
+        self._record(self._evaluate(stage, final=True), "stage_done")
+        self._commit(stage + 1, 0)
 
-    def _trip(
-        self, stage: int, k: int, trip: Trip, server: Payload, progress: Progress
-    ) -> tuple[dict[str, Any], Payload]:
-        began = time.perf_counter()
+    def _trip(self, stage: int, k: int, trip: Trip) -> dict[str, Any]:
+        """Make one trip: move the server state on, and return the row that tells of it."""
+        began, progress = time.perf_counter(), self.progress
         exchange = self.force.runtime.exchanges[trip.exchange]
-        cohort = self.experiment.draw(stage, trip.round, trip.who)
-        work = [self._work(stage, k, trip, client, progress) for client in cohort]
+        work = [self._work(stage, k, trip, client) for client in self.experiment.draw(stage, trip.round, trip.who)]
         rows = self.experiment.method.class_rows(self.context(stage, trip))
         seen = self.experiment.plan.stage(stage).seen
 
         def down(client: ClientId | None) -> Payload:
-            return exchange.send(server, client, self.context(stage, trip, client))
+            return exchange.send(self.server, client, self.context(stage, trip, client))
 
         answers = self._answers(work, down, began)
         failures = [answer for answer in answers if isinstance(answer, Failed)]
         done = sorted((answer for answer in answers if isinstance(answer, Done)), key=lambda answer: answer.client)
         self._report(failures, stage, trip, len(work))
-        accepted = [answer for answer in done if self._acceptable(answer, server, stage, trip)]
+        accepted = [answer for answer in done if self._acceptable(answer, stage, trip)]
         versions = {item.client: item.version for item in work}
-        new = self._absorb(accepted, exchange.absorb, server, stage, trip)
-        degraded = new is None
-        progress.versions |= {a.client: versions[a.client] for a in accepted if a.stored}
-        progress.served = sorted({*progress.served, *(answer.client for answer in accepted)})
         up = sum(_size(answer.ref, rows, len(seen)) for answer in done)
         sent = sum(nbytes(down(item.client), rows, seen) for item in work)
-        seconds = time.perf_counter() - began
-        _count(progress, trip, up, sent, len(done) - len(accepted), len(failures), degraded, seconds)
-        row = {"stage": stage, "round": trip.round, "exchange": trip.exchange, "scope": "round", "clients": len(work)}
-        row |= {"failed": len(failures), "rejected": len(done) - len(accepted), "degraded": degraded}
-        row |= {"bytes_up": up, "bytes_down": sent, "seconds": seconds}
+        merged = self._absorb(accepted, exchange.absorb, stage, trip)
         self.reader.forget()
-        return row | _means(accepted), server if new is None else new
+        progress.versions |= {a.client: versions[a.client] for a in accepted if a.stored}
+        progress.served = sorted({*progress.served, *(answer.client for answer in accepted)})
+        rejected, seconds = len(done) - len(accepted), time.perf_counter() - began
+        _count(progress, trip, up, sent, rejected, len(failures), not merged, seconds)
+        row = {"stage": stage, "round": trip.round, "exchange": trip.exchange, "scope": "round", "clients": len(work)}
+        row |= {"failed": len(failures), "rejected": rejected, "degraded": not merged}
+        return row | {"bytes_up": up, "bytes_down": sent, "seconds": seconds} | _means(accepted)
 
-    def _work(self, stage: int, k: int, trip: Trip, client: ClientId, progress: Progress) -> Work:
+    def _work(self, stage: int, k: int, trip: Trip, client: ClientId) -> Work:
         version = version_of(stage, k, trip.exchange)
         size = self.experiment.plan.size(client, stage)
-        return Work(client, stage, trip.round, trip.exchange, progress.versions.get(client), version, size)
+        return Work(client, stage, trip.round, trip.exchange, self.progress.versions.get(client), version, size)
 
     def _answers(self, work: Sequence[Work], down: Callable[[ClientId | None], Payload], began: float) -> list[Answer]:
         deadline = self.options.deadline
@@ -207,17 +189,17 @@ class Loop:
         if asked and answered < self.options.min_replies:
             causes = f"; first cause: {failures[0].reason}" if failures else ""
             raise RunError(
-                f"stage {stage}, round {trip.round}, exchange '{trip.exchange}': {answered} of {asked} clients replied, "
-                f"engine.min_replies is {self.options.min_replies}{causes}"
+                f"stage {stage}, round {trip.round}, exchange '{trip.exchange}': {answered} of {asked} clients "
+                f"replied, engine.min_replies is {self.options.min_replies}{causes}"
             )
 
-    def _acceptable(self, answer: Done, server: Payload, stage: int, trip: Trip) -> bool:
+    def _acceptable(self, answer: Done, stage: int, trip: Trip) -> bool:
         try:
             if answer.ref.not_finite is not None:
                 raise PayloadError(f"'{answer.ref.not_finite}' holds NaN or infinite values")
             if not (0 <= answer.weight < float("inf")):
                 raise PayloadError(f"the weight must be a finite number of at least 0, got {answer.weight}")
-            check_like(_skeleton(answer.ref), server, self.experiment.method.ragged)
+            check_like(_skeleton(answer.ref), self.server, self.experiment.method.ragged)
         except PayloadError as error:
             where = self._where(answer.client, stage, trip)
             if self.options.on_client_failure == "fail":
@@ -229,45 +211,40 @@ class Loop:
     def _absorb(
         self,
         accepted: Sequence[Done],
-        absorb: Absorb,
-        server: Payload,
+        absorb: Callable[[Payload, Sequence[Reply], Context], Payload],
         stage: int,
         trip: Trip,
-    ) -> Payload | None:
-        """The new server state; None when there is nothing to merge or the result is not usable."""
+    ) -> bool:
+        """Merge into a new server state; False when there is nothing to merge or the result is not usable."""
         counted = [answer for answer in accepted if answer.weight > 0]
         if not counted:
             self.note(f"stage {stage}, round {trip.round}, exchange '{trip.exchange}': no update to merge, state kept")
-            return None
+            return False
         replies = [Reply(a.client, a.weight, self.reader.open(a.ref), a.metrics) for a in counted]
         with seeded(self.experiment.seed, "absorb", stage, trip.round, trip.exchange):
-            new = self._merge(absorb, server, replies, stage, trip)
+            new = absorb(self.server, replies, self.context(stage, trip))
         check_structure(new, "the server state")
         try:
-            check_finite({f: {n: t for n, t in tree.items() if not _same(t, server, f, n)} for f, tree in new.items()})
+            check_finite({f: {n: t for n, t in tree.items() if not self._has(t, f, n)} for f, tree in new.items()})
         except PayloadError as error:
             self.note(f"stage {stage}, round {trip.round}: the merged state is unusable, state kept: {error}")
-            return None
-        return _fresh(new, self.reader)
+            return False
+        self.server = _fresh(new, self.reader)
+        return True
 
-    def _merge(self, absorb: Absorb, server: Payload, replies: Sequence[Reply], stage: int, trip: Trip) -> Payload:
-        try:
-            return absorb(server, replies, self.context(stage, trip))
-        except FedloomError:
-            raise
-        except Exception as error:
-            where = f"stage {stage}, round {trip.round}, exchange '{trip.exchange}'"
-            raise RunError(f"{where}: the server's update failed: {type(error).__name__}: {error}") from error
+    def _has(self, tensor: Tensor, field: str, name: str) -> bool:
+        return self.server.get(field, {}).get(name) is tensor
 
-    def _evaluate(self, stage: int, server: Payload, progress: Progress, *, row: bool) -> dict[str, Any]:
+    def _evaluate(self, stage: int, *, final: bool) -> dict[str, Any]:
+        personal = self.options.personal and final
         return evaluate_stage(
             self.experiment,
             self.force,
-            server,
-            progress,
+            self.server,
+            self.progress,
             stage,
-            personal=self.options.personal and row,
-            final=row,
+            personal=personal,
+            final=final,
             stop=self.stop.is_set,
         )
 
@@ -276,14 +253,14 @@ class Loop:
         for observer in self.observers:
             getattr(observer, event)(row)
 
-    def _commit(self, server: Payload, progress: Progress, *, forced: bool) -> None:
+    def _commit(self, stage: int, trip: int) -> None:
+        progress = self.progress
+        progress.stage, progress.trip = stage, trip
         progress.metrics_size, progress.wall_seconds = self.folder.metrics_size(), self._wall()
-        self._committed = server, _copy(progress)
+        self._committed = self.server, _copy(progress)
         every = self.options.checkpoint_every
-        if every and (forced or progress.rounds % every == 0):
-            self._checkpoint(server, progress)
-        elif not every:
-            self.checkpoints.store.prune([progress.versions])
+        if every and (trip == 0 or progress.rounds % every == 0):
+            self._checkpoint(self.server, progress)
 
     def _checkpoint(self, server: Payload, progress: Progress) -> None:
         self.checkpoints.save(server, progress)
@@ -307,10 +284,6 @@ def _fresh(state: Payload, reader: Reader) -> dict[str, dict[str, Tensor]]:
     return {
         f: {n: canonical(t.clone() if reader.holds(t) else t) for n, t in tree.items()} for f, tree in state.items()
     }
-
-
-def _same(tensor: Tensor, server: Payload, field: str, name: str) -> bool:
-    return server.get(field, {}).get(name) is tensor
 
 
 def _copy(progress: Progress) -> Progress:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -221,10 +222,8 @@ class _Child:
         self.thread.join(timeout=5)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                try:
+                with suppress(OSError):  # the other end is gone, and so is what was buffered for it
                     pipe.close()
-                except OSError:
-                    pass  # the other end is gone, and so is what was buffered for it
 
 
 def send(pipe: BinaryIO | Any, message: object) -> None:

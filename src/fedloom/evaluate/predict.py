@@ -138,8 +138,10 @@ def count_correct(
     outside = ~groups.to(device)[group_of.to(device)[y]]
     right_within = _hits(scores.masked_fill_(outside, -torch.inf), y) & ~nan
 
-    per_class = [torch.bincount(c, minlength=num_classes).cpu().numpy() for c in (y, y[right], y[right_within])]
-    return Counts(*per_class, unseen=len(labels) - len(y), nan=int(nan.sum()))
+    total, correct, within = (
+        torch.bincount(classes, minlength=num_classes).cpu().numpy() for classes in (y, y[right], y[right_within])
+    )
+    return Counts(total, correct, within, unseen=len(labels) - len(y), nan=int(nan.sum()))
 
 
 def _flags(members: Iterable[int], size: int, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ Plain SGD is written here because `torch.optim` costs seconds to import in every
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from fedloom.core.context import Context
 from fedloom.core.errors import ConfigError, unknown
 
-Step = Callable[[Sequence[Tensor], float], None]
+Step = Callable[[list[Tensor], float], None]
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class SGD:
         if self.nesterov and self.momentum == 0:
             raise ConfigError("optimizer.nesterov needs a momentum above 0")
 
-    def start(self, params: Sequence[Tensor]) -> Step:
+    def start(self, params: list[Tensor]) -> Step:
         """Return a step function `(gradients, learning-rate factor)` with state of its own."""
         momenta: list[Tensor] = []
 
         @torch.no_grad()
-        def step(grads: Sequence[Tensor], factor: float) -> None:
+        def step(grads: list[Tensor], factor: float) -> None:
             moves = list(grads)
             if self.weight_decay:
                 moves = list(torch._foreach_add(moves, params, alpha=self.weight_decay))
@@ -72,7 +72,7 @@ class AdamW:
         if not self.eps > 0:
             raise ConfigError(f"optimizer.eps must be above 0, got {self.eps}")
 
-    def start(self, params: Sequence[Tensor]) -> Step:
+    def start(self, params: list[Tensor]) -> Step:
         """Return a step function `(gradients, learning-rate factor)` with state of its own."""
         from torch.optim import AdamW as TorchAdamW
 
@@ -82,10 +82,10 @@ class AdamW:
                 "keep the network in float32 and set training.precision to bf16"
             )
         inner = TorchAdamW(
-            list(params), lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, foreach=False
+            params, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, foreach=False
         )
 
-        def step(grads: Sequence[Tensor], factor: float) -> None:
+        def step(grads: list[Tensor], factor: float) -> None:
             inner.param_groups[0]["lr"] = self.lr * factor
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad

@@ -56,8 +56,8 @@ class LocalSGD:
     weight decay included.
     """
 
-    optimizer: Optimizer = SGD()
-    schedule: Schedule = Schedule()
+    optimizer: Optimizer = field(default_factory=SGD)
+    schedule: Schedule = field(default_factory=Schedule)
     epochs: int = 1
     batch_size: int = 32
     clip_norm: float | None = None

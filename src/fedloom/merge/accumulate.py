@@ -15,9 +15,11 @@ class Accumulator:
 
     Adds in the order of the calls, so equal calls give equal bits, also with another number of threads.
     Peak memory is one float64 tensor of the largest size seen, and two buffers of `CHUNK` entries.
+    largest: entries of the largest tensor to come, where it is known: memory that grows step by step costs time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int = 0) -> None:
+        self._largest = largest
         self._memory, self._buffers = torch.empty(0), torch.empty(2, 0)
         self._sum, self._started = self._memory, False
 
@@ -26,7 +28,8 @@ class Accumulator:
         wide = _wide(like)
         kept = self._memory
         if kept.dtype != wide or kept.device != like.device or kept.numel() < like.numel():
-            self._memory = torch.empty(like.numel(), dtype=wide, device=like.device)
+            size = max(like.numel(), self._largest)
+            self._memory = torch.empty(size, dtype=wide, device=like.device)
         self._make_buffers(like)
         self._sum, self._started = self._memory[: like.numel()], False
 
@@ -101,4 +104,4 @@ def _inexact(tensor: Tensor) -> bool:
 
 
 def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(flat, CHUNK)
+    return (flat,) if flat.numel() <= CHUNK else torch.split(flat, CHUNK)

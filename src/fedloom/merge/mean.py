@@ -1,8 +1,7 @@
 """The weighted mean of trees. Pure: nothing that goes in is altered.
 
 The order is names outside, clients inside, with one float64 accumulator of one tensor: at the peak there are the
-old tree, the new one, one tensor of one reply (all clients' tensors of one name where these are below 16 MB in
-all) and the accumulator, whatever the number of clients.
+old tree, the new one, one tensor of one reply and the accumulator, whatever the number of clients.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from fedloom.merge.accumulate import Accumulator
 from fedloom.merge.sources import Source, blame, sources
 
 RULES = ("mean", "max", "sum", "first", "frozen")
-TOGETHER = 16 * 2**20  # bytes
 Rules = Mapping[str, str]
 
 
@@ -55,7 +53,8 @@ def weighted_mean(
         if rule not in RULES:
             raise ConfigError(unknown(f"merge rule for '{pattern}':", rule, RULES))
     clients = sources(trees, weights, old, who)
-    accumulator = Accumulator()
+    # a lazy tree would read its tensors to tell their sizes
+    accumulator = Accumulator(max((t.numel() for t in old.values()), default=0) if type(old) is dict else 0)
     return {
         name: _merge(name, old[name], [c for c in clients if name in c.names], _rule(name, rules), accumulator)
         for name in old
@@ -111,7 +110,8 @@ def _merge(name: str, old: Tensor, owners: Sequence[Source], rule: str, accumula
 
 
 def _mean(name: str, old: Tensor, owners: Sequence[Source], accumulator: Accumulator) -> Tensor:
-    if old.dtype != torch.bool and _fit_together(old, owners):
+    # plain dicts hold all their tensors anyway, so these may be walked side by side, which is faster
+    if old.dtype != torch.bool and all(type(client.tree) is dict for client in owners):
         values = [client.read_like(name, old) for client in owners]
         return accumulator.mean_of(values, [client.weight for client in owners], old)
     accumulator.start(old)
@@ -122,12 +122,6 @@ def _mean(name: str, old: Tensor, owners: Sequence[Source], accumulator: Accumul
         share = 2 * accumulator.view(old)
         return torch.where(share == total, old, share > total)
     return accumulator.mean(total, old)
-
-
-def _fit_together(old: Tensor, owners: Sequence[Source]) -> bool:
-    """Whether all clients' tensors may be held at once: they are small, or plain dicts hold them anyway."""
-    size = old.numel() * old.element_size() * len(owners)
-    return size <= TOGETHER or all(type(client.tree) is dict for client in owners)
 
 
 def _max(name: str, old: Tensor, owners: Sequence[Source]) -> Tensor:

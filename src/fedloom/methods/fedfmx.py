@@ -126,7 +126,9 @@ def fedfmx(
         alpha=alpha,
         stop=stop_rule(stop, mu),
         weigh=RoutingWeights(_pick("fallback", fallback, FALLBACKS)(tau_r)),
-        fisher_map=FisherMap(_pick("scale", fisher_scale, SCALES), _pick("squash", fisher_squash, SQUASHES)),
+        fisher_map=FisherMap(
+            _pick("fisher_scale", fisher_scale, SCALES), _pick("fisher_squash", fisher_squash, SQUASHES)
+        ),
         empty_value=empty_rule(empty_value),
         tau=tau_r,
         scope=label_scope,

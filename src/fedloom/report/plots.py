@@ -1,7 +1,8 @@
 """Pictures of a run: accuracy over stages, the accuracy matrix as a heat map, the loss over rounds.
 
-Stages and tasks are counted from 0, as in every file of a run folder. Figures hold no text of the user's. Colours are those of Okabe and Ito, told apart by markers and strokes as
-well. `svg` turns a figure into markup whose inks and series are CSS variables, so that a page can restyle it.
+Stages and tasks are counted from 0, as in every file of a run folder. Figures hold no text of the user's.
+Colours are those of Okabe and Ito, told apart by markers and strokes as well. `svg` turns a figure into markup
+whose inks and series are CSS variables, so that a page can restyle it.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def accuracy_heatmap(ax: Axes, matrix: Matrix) -> None:
     size = min(11.0, 92.0 / max(stages, tasks, 8))
     for (t, j), value in np.ndenumerate(values):
         if not math.isnan(value):
-            ink = "#ffffff" if value > 52 else "#0b1b2b"
+            ink = "#ffffff" if value > 66 else "#0b1b2b"
             ax.text(j, t, f"{value:.0f}", ha="center", va="center", color=ink, size=size)
     ax.set_aspect("equal")
     ax.set_ylim(stages - 0.5, -0.5)

@@ -46,10 +46,10 @@ def head_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy [experts, batch] and squared gradients by the logits, delta^2 [experts, batch, classes]."""
     log_probs = F.log_softmax(logits, -1)
     index = labels.expand(logits.shape[0], -1).unsqueeze(-1)
-    target = log_probs.gather(-1, index)
-    # expm1 keeps p - 1 exact for confident predictions, where p itself rounds to 1
-    delta = log_probs.exp().scatter_(-1, index, torch.expm1(target))
-    return -target.squeeze(-1), delta.square_()
+    delta = log_probs.exp().scatter_(-1, index, 0.0)
+    # p - 1 of the label as minus the others' sum: exact where p itself rounds to 1
+    delta.scatter_(-1, index, -delta.sum(-1, keepdim=True))
+    return -log_probs.gather(-1, index).squeeze(-1), delta.square_()
 
 
 def signals(features: Tensor, delta_sq: Tensor, fisher: Tensor) -> tuple[Tensor, Tensor]:
