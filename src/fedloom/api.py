@@ -248,7 +248,7 @@ def _finish(built: Built, folder: RunFolder, measured: Mapping[str, Any]) -> dic
     from fedloom.engine.files import write_json
     from fedloom.evaluate.cost import peak_rss_bytes
     from fedloom.evaluate.summary import make_summary
-    from fedloom.served import MODEL, META, describe
+    from fedloom.served import META, MODEL, describe
 
     config = built.config
     known = {
@@ -276,7 +276,8 @@ def _pictures(built: Built, folder: RunFolder, observers: Sequence[Observer]) ->
         write_report([folder.path], folder.path / REPORT)
     except Exception as error:
         folder.log(traceback.format_exc())
-        _note(folder, observers, f"pictures and report could not be made ({type(error).__name__}: {error}); see log.txt")
+        reason = f"{type(error).__name__}: {error}"
+        _note(folder, observers, f"pictures and report could not be made ({reason}); see log.txt")
 
 
 def _note(folder: RunFolder, observers: Sequence[Observer], text: str) -> None:
@@ -299,4 +300,3 @@ def _like(found: Any, given: Any) -> Any:
     import torch
 
     return found if isinstance(given, torch.Tensor) else found.numpy()
-

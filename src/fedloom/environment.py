@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedloom.build import Built
 
-CORE = ("torch", "torchvision", "numpy", "pydantic", "typer", "rich", "safetensors", "datasets", "scikit-learn", "scipy")
+CORE = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "scipy",
+    "scikit-learn",
+    "datasets",
+    "safetensors",
+    "pydantic",
+    "typer",
+    "rich",
+)
 DRAWING = ("matplotlib", "jinja2", "pillow")
 EXTRAS = {
     "vision": ("timm", "open_clip_torch", "torchmetrics"),

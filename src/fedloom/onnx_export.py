@@ -113,7 +113,8 @@ def _need(*packages: str) -> None:
 
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"--format onnx needs {' and '.join(missing)}; install the extra: pip install 'fedloom[onnx]'")
+        needed = " and ".join(missing)
+        raise ConfigError(f"--format onnx needs {needed}; install the extra: pip install 'fedloom[onnx]'")
 
 
 @contextlib.contextmanager

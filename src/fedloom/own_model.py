@@ -38,7 +38,7 @@ class _Features(nn.Module):
         switch = getattr(self.inner, "set_grad_checkpointing", None)
         if switch is None:
             raise ConfigError(
-                f"training.grad_checkpointing: {type(self.inner).__name__} has no set_grad_checkpointing; set it to false"
+                f"training.grad_checkpointing needs {type(self.inner).__name__}.set_grad_checkpointing; set it to false"
             )
         switch(enable)
 

@@ -44,8 +44,8 @@ class Served:
 
         x = self.inputs(x)
         state = self.method.init_client(self.context)
-        parts = [self.method.predict(self.view, state, self.prepare(p), self.context).cpu() for p in x.split(batch_size)]
-        return torch.cat(parts) if parts else torch.empty(0, len(self.class_names))
+        batches = (self.prepare(part) for part in x.split(batch_size))
+        return torch.cat([self.method.predict(self.view, state, batch, self.context).cpu() for batch in batches])
 
     def prepare(self, x: Tensor) -> Tensor:
         """Stored inputs -> model inputs."""
@@ -67,7 +67,10 @@ class Served:
         elif len(want) == 3 and found.dim() == 4 and tuple(found.shape[1:]) == (*want[1:], want[0]):
             found = found.permute(0, 3, 1, 2)
         if tuple(found.shape[1:]) != want:
-            raise DataError(f"inputs have shape {list(found.shape)}, the model needs [batch, {', '.join(map(str, want))}]")
+            needed = ", ".join(map(str, want))
+            raise DataError(f"inputs have shape {list(found.shape)}, the model needs [batch, {needed}]")
+        if not len(found):
+            raise DataError("inputs are empty; give at least one example")
         if self.meta["stored"] != "uint8":
             return found.to(torch.float32)
         if found.dtype.is_floating_point or found.min() < 0 or found.max() > 255:
@@ -99,9 +102,11 @@ def open_served(folder: Path, model: Any = None) -> Served:
 def _meta(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        found["class_names"], found["input_shape"], found["seen"]  # noqa: B018  a damaged file fails here
+        found["class_names"], found["input_shape"], found["seen"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({type(error).__name__}); resume the run to write it") from error
+        raise CheckpointError(
+            f"{path} is missing or damaged ({type(error).__name__}); run the configuration again"
+        ) from error
     return found
 
 
@@ -153,7 +158,9 @@ def export_safetensors(folder: Path, out: Path) -> Path:
 
 
 def module_of(served: Served) -> torch.nn.Module:
-    """The network with the global values, in evaluation mode."""
+    """The network with the global values, in evaluation mode; `ConfigError` where the method has no one network."""
+    if "params" not in served.view:
+        raise ConfigError("the global view of this method is no single network; use scores() or predict() instead")
     served.context.bind(served.view["params"], served.view.get("buffers"))
     served.context.net.train(False)
     return served.context.net.module

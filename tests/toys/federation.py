@@ -21,7 +21,11 @@ from fedloom.select.sampling import uniform_cohort
 
 @dataclass(frozen=True)
 class BlobPlan:
-    """A `DataPlan`: class c is a Gaussian around a corner; client i holds every i-th example, unequally many."""
+    """A `DataPlan`: class c is a Gaussian around a corner; clients hold unequally many examples.
+
+    empty: clients without data, known to the plan. hollow: clients that take part although they hold nothing.
+    idle: stages at which nobody holds anything.
+    """
 
     num_clients: int = 4
     num_classes: int = 6
@@ -30,6 +34,8 @@ class BlobPlan:
     seed: int = 0
     per_class: int = 40
     empty: tuple[int, ...] = ()
+    hollow: tuple[int, ...] = ()
+    idle: tuple[int, ...] = ()
 
     @property
     def tasks(self) -> Sequence[Sequence[int]]:
@@ -48,13 +54,15 @@ class BlobPlan:
         return Stage(index, self.num_stages, self.rounds, classes, seen)
 
     def _indices(self, client: int, stage: int) -> Tensor:
+        if client in (*self.empty, *self.hollow) or stage in self.idle:
+            return torch.zeros(0, dtype=torch.long)
         _, y = self._pool("train")
         mine = torch.isin(y, torch.tensor(self.tasks[stage])).nonzero().flatten()
         owner = torch.randint(0, self.num_clients * 2, (len(mine),), generator=generator(self.seed, "who", stage))
         return mine[(owner == client) | (owner == client + self.num_clients) & (client % 2 == 0)]
 
     def participants(self, stage: int) -> Sequence[int]:
-        return [c for c in range(self.num_clients) if c not in self.empty]
+        return [] if stage in self.idle else [c for c in range(self.num_clients) if c not in self.empty]
 
     def size(self, client: int, stage: int) -> int:
         return len(self._indices(client, stage))
@@ -148,7 +156,5 @@ def experiment(name: str, *, seed: int = 0, cohort: float = 0.5, spec: Any = Non
         sampler=uniform_cohort,
         seed=seed,
         cohort=cohort,
-        rebuild=functools.partial(
-            experiment, name, seed=seed, cohort=cohort, spec=spec, options=options, **changes
-        ),
+        rebuild=functools.partial(experiment, name, seed=seed, cohort=cohort, spec=spec, options=options, **changes),
     )

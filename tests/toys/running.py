@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,22 @@ class Notes(Observer):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+class Patient(Notes):
+    """Holds the first process at its clients until the second one has taken part, or something was noted."""
+
+    def __init__(self, seconds: float = 60.0):
+        super().__init__()
+        self.shared, self.seconds = False, seconds
+
+    def client_done(self, done: int, total: int) -> None:
+        super().client_done(done, total)
+        if threading.current_thread() is not threading.main_thread():
+            self.shared = True
+        until = time.monotonic() + self.seconds
+        while done < total and not (self.shared or self.notes) and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def start(path: Path, experiment: Experiment, observers: Sequence[Observer] = (), **options: Any) -> dict[str, Any]:

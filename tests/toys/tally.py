@@ -2,7 +2,7 @@
 
 Every client counts its own visits and remembers the model that it last left (its state); it starts each round
 halfway between that memory and the download. A second exchange, "census", asks all clients for their label
-counts before each stage's training.
+counts before each stage's training. Source: none, it is a test case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedloom.merge.mean import replies_mean
 
 @dataclass(frozen=True)
 class Tally(Method):
-    """See the module docstring. Source: none, it is a test case."""
+    """See the module docstring."""
 
     local: LocalSGD
 

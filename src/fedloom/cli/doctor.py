@@ -53,7 +53,8 @@ def _packages() -> Iterator[Finding]:
 
     for name in (*CORE, *DRAWING):
         found = installed(name)
-        yield Finding("ok", f"{name} {found}") if found else Finding("problem", f"{name} is missing", f"pip install {name}")
+        missing = Finding("problem", f"{name} is missing", f"pip install {name}")
+        yield Finding("ok", f"{name} {found}") if found else missing
     for extra, names in EXTRAS.items():
         have = [f"{name} {installed(name)}" for name in names if installed(name)]
         missing = [name for name in names if not installed(name)]
@@ -115,4 +116,5 @@ def _cache() -> Iterator[Finding]:
 def _disk() -> Iterator[Finding]:
     free = shutil.disk_usage(Path.cwd()).free
     text = f"{free / 1024**3:.1f} GiB free in '{Path.cwd()}'"
-    yield Finding("ok", text) if free > SPARE else Finding("problem", text, "free some space, or run elsewhere with --out")
+    full = Finding("problem", text, "free some space, or write elsewhere with --out")
+    yield Finding("ok", text) if free > SPARE else full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SHOWN = 20  # clients printed in a table; the picture and --json have more
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What can be listed."""
 
     methods = "methods"
@@ -94,8 +94,9 @@ def preview(built: Built, as_json: bool) -> None:
     for note in built.experiment.plan.notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(
-        f"\n{found['parameters']:,} parameters; {found['clients_per_round']} clients a round; sent to them per round: "
-        f"{found['bytes_down_first_round']:,} bytes in the first stage, {found['bytes_down_last_round']:,} in the last; "
+        f"\n{found['parameters']:,} parameters; {found['clients_per_round']} clients a round, who are sent "
+        f"{found['bytes_down_first_round']:,} bytes a round in the first stage, "
+        f"{found['bytes_down_last_round']:,} in the last; "
         f"workers: {found['workers']}; configuration {found['config_hash'][:12]}"
     )
 

@@ -46,9 +46,7 @@ def run(
     from fedloom import api
     from fedloom.build import build
 
-    layer = layers(
-        sets=sets, method=method, seed=seed, engine=engine, root=data_root, device=device, workers=workers
-    )
+    layer = layers(sets=sets, method=method, seed=seed, engine=engine, root=data_root, device=device, workers=workers)
     name, config, _, _ = api.configure(recipe, **layer)
     built = build(config)
     if dry_run:

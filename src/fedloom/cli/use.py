@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from fedloom.cli.application import Json, guarded, print_json
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a finished run.")]
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """Formats of an exported model."""
 
     safetensors = "safetensors"

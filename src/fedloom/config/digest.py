@@ -18,14 +18,14 @@ def config_hash(tree: Mapping[str, Any], fingerprint: str, device: str, memory_f
     for it, and for the path in `folder:` and `parquet:` names) and the tracker; output folder and logging are no
     part of the tree. device: kind of the device that was found. memory_format: what the run really uses.
     """
-    tree = copy.deepcopy(dict(tree))
+    kept: dict[str, Any] = copy.deepcopy(dict(tree))
     for section, key in NEUTRAL:
-        tree.get(section, {}).pop(key, None)
-    tree.pop("tracker", None)
-    tree["data"]["name"] = data_kind(tree["data"]["name"])
-    tree["engine"]["device"] = device
-    tree["training"]["memory_format"] = memory_format
-    text = json.dumps({"tree": tree, "data": fingerprint}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        kept.get(section, {}).pop(key, None)
+    kept.pop("tracker", None)
+    kept["data"]["name"] = data_kind(kept["data"]["name"])
+    kept["engine"]["device"] = device
+    kept["training"]["memory_format"] = memory_format
+    text = json.dumps({"tree": kept, "data": fingerprint}, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

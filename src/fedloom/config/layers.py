@@ -32,7 +32,7 @@ _Loader.add_implicit_resolver(
 def parse(text: str, where: str) -> Any:
     """A YAML value; `where` names its origin in the error."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         reason = " ".join(str(getattr(error, "problem", None) or error).split())
         mark = getattr(error, "problem_mark", None)
@@ -150,4 +150,5 @@ def method_hint(key: str) -> str:
     if not near:
         return ""
     meant = f"{near[0]}.{rest}" if rest else near[0]
-    return f" Did you mean '{meant}'? Options of {near[0]} are set as method.{rest or 'OPTION'} with --method {near[0]}."
+    written = f"method.{rest or 'OPTION'} with --method {near[0]}"
+    return f" Did you mean '{meant}'? Options of {near[0]} are set as {written}."

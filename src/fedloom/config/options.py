@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic_core import PydanticSerializationError
 
 from fedloom.config.words import explain
 from fedloom.core.errors import ConfigError, unknown
@@ -36,7 +37,7 @@ def schema(name: str) -> type[BaseModel]:
             continue
         hint = hints.get(parameter.name, Any)
         required = parameter.default is parameter.empty
-        if _expressible(hint):
+        if _expressible(hint, parameter.default):
             fields[parameter.name] = (hint, ... if required else parameter.default)
         elif required:
             raise ConfigError(f"method '{name}' needs '{parameter.name}' ({hint}), which a configuration cannot give")
@@ -93,9 +94,12 @@ def _hints(factory: Any, name: str) -> dict[str, Any]:
         raise ConfigError(f"method '{name}': a type in its signature cannot be resolved ({error})") from error
 
 
-def _expressible(hint: Any) -> bool:
+def _expressible(hint: Any, default: Any) -> bool:
+    """Whether plain values can give the type, and the default if there is one."""
     try:
-        TypeAdapter(hint).core_schema  # noqa: B018  building the schema is the test
-    except (PydanticSchemaGenerationError, PydanticUserError):
+        adapter = TypeAdapter(hint)
+        if default is not inspect.Parameter.empty:
+            adapter.dump_json(default)
+    except (PydanticSchemaGenerationError, PydanticSerializationError, PydanticUserError):
         return False
     return True

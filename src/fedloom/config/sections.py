@@ -323,9 +323,9 @@ class Evaluate(Section):
 
 
 class Checkpoint(Section):
-    """every: rounds between checkpoints. keep: how many are kept."""
+    """every: rounds between checkpoints, 0 for none. keep: how many are kept."""
 
-    every: Count = 1
+    every: Natural = 1
     keep: Count = 2
 
 

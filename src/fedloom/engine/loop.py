@@ -67,12 +67,20 @@ class Loop:
                 for stage in range(self.progress.stage, self.experiment.plan.num_stages):
                     self._stage(stage)
         except Interrupted:
-            server, progress = self._committed
-            if self.options.checkpoint_every and self.saved != (progress.stage, progress.trip):
-                self._checkpoint(server, progress)
+            self._rescue()
+            raise
+        except Exception:
+            with suppress(RunError):  # what ended the run matters more
+                self._rescue()
             raise
         self.progress.wall_seconds = self._wall()
         return conclude(self.experiment, self.force.runtime, self.folder, self.server, self.progress)
+
+    def _rescue(self) -> None:
+        """Checkpoint the last committed round, unless that was done."""
+        server, progress = self._committed
+        if self.options.checkpoint_every and self.saved != (progress.stage, progress.trip):
+            self._checkpoint(server, progress)
 
     def note(self, text: str) -> None:
         """Tell the user and the log."""
@@ -208,13 +216,7 @@ class Loop:
             return False
         return True
 
-    def _absorb(
-        self,
-        accepted: Sequence[Done],
-        absorb: Callable[[Payload, Sequence[Reply], Context], Payload],
-        stage: int,
-        trip: Trip,
-    ) -> bool:
+    def _absorb(self, accepted: Sequence[Done], absorb: Absorb, stage: int, trip: Trip) -> bool:
         """Merge into a new server state; False when there is nothing to merge or the result is not usable."""
         counted = [answer for answer in accepted if answer.weight > 0]
         if not counted:
@@ -222,7 +224,7 @@ class Loop:
             return False
         replies = [Reply(a.client, a.weight, self.reader.open(a.ref), a.metrics) for a in counted]
         with seeded(self.experiment.seed, "absorb", stage, trip.round, trip.exchange):
-            new = absorb(self.server, replies, self.context(stage, trip))
+            new = self._merge(absorb, replies, stage, trip)
         check_structure(new, "the server state")
         try:
             check_finite({f: {n: t for n, t in tree.items() if not self._has(t, f, n)} for f, tree in new.items()})
@@ -231,6 +233,15 @@ class Loop:
             return False
         self.server = _fresh(new, self.reader)
         return True
+
+    def _merge(self, absorb: Absorb, replies: Sequence[Reply], stage: int, trip: Trip) -> Payload:
+        try:
+            return absorb(self.server, replies, self.context(stage, trip))
+        except FedloomError:
+            raise
+        except Exception as error:
+            where = f"stage {stage}, round {trip.round}, exchange '{trip.exchange}'"
+            raise RunError(f"{where}: the server's update failed: {type(error).__name__}: {error}") from error
 
     def _has(self, tensor: Tensor, field: str, name: str) -> bool:
         return self.server.get(field, {}).get(name) is tensor
@@ -261,6 +272,8 @@ class Loop:
         every = self.options.checkpoint_every
         if every and (trip == 0 or progress.rounds % every == 0):
             self._checkpoint(self.server, progress)
+        elif not every:
+            self.checkpoints.store.prune([progress.versions])
 
     def _checkpoint(self, server: Payload, progress: Progress) -> None:
         self.checkpoints.save(server, progress)

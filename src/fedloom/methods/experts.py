@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from fedloom.core import Context, ModelSpec, Payload, Reply
+from fedloom.core import ClientId, Context, ModelSpec, Payload, Reply
 from fedloom.core.batches import Inputs
 from fedloom.core.tree import Tensors
 from fedloom.local.carries.routing import usage
@@ -124,6 +124,10 @@ class PooledFedAvg(FedAvg):
             mix=self.mix,
             seed=spec.seed,
         )
+
+    def send(self, server: Payload, client: ClientId | None, ctx: Context) -> Payload:
+        """All of the server's state; the global view, used to predict and to export, is the model alone."""
+        return server if client is not None else {"params": server["params"], "buffers": server["buffers"]}
 
     def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         """Merge the parameters as `merge` says, the buffers as FedAvg does."""

@@ -26,7 +26,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from fedloom.core import Batches, ConfigError, Context, Payload, Reply, Update
 from fedloom.core.errors import unknown
 from fedloom.core.payload import ClassRows
-from fedloom.core.tree import Tensors
 from fedloom.local import LocalSGD
 from fedloom.local.carries.fisher import CADENCES, HOMES, SAMPLES, BatchFisher, Home, ServerHome
 from fedloom.local.carries.routing import RoutingUse, routing_metrics
@@ -55,23 +54,23 @@ class FedFMX(PooledFedAvg):
 
     reveals: ClassVar[Mapping[str, str]] = {
         **PooledFedAvg.reveals,
-        "fisher": "which classes the client holds: rows of other classes only shrink",
+        "fisher": "which classes the client holds: their rows are larger",
     }
 
     def class_rows(self, ctx: Context) -> ClassRows:
         """Heads and Fisher have rows per class, after the dimension of the experts."""
-        return {**super().class_rows(ctx), ("fisher", "experts"): 1, ("fisher", "sums"): 1}
+        return {**super().class_rows(ctx), **{("fisher", name): 1 for name in self._fisher.class_rows}}
 
     def init_server(self, ctx: Context) -> Payload:
         """The model, and a Fisher of zeros where the server keeps it."""
         state = ctx.init_state()
-        return {**state, **self.home.on_server(self._blank(state))}
+        return {**state, **self.home.on_server(self._fisher.blank(state["params"]["heads.weight"]))}
 
     def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
         """Train with routing; every sample sees the Fisher from before its batch."""
         every = len(ctx.stage.seen) == ctx.num_classes
         rows = None if every else torch.tensor(ctx.stage.seen, device=ctx.net.forward.device)
-        fisher = self.home.start(down, state, self._blank(down))
+        fisher = self.home.start(down, state, self._fisher.blank(down["params"]["heads.weight"]))
         end = self.local(down, data, ctx, ref={"fisher": fisher, "fisher_rows": rows})
         kept, up = self.home.finish(end.carry["fisher"])
         used = end.carry["routing"]
@@ -85,10 +84,11 @@ class FedFMX(PooledFedAvg):
             return new
         return {**new, "fisher": replies_mean(replies, "fisher", server["fisher"], uniform=self.uniform)}
 
-    def _blank(self, payload: Payload) -> Tensors:
+    @property
+    def _fisher(self) -> BatchFisher:
         fisher = self.local.carries["fisher"]
         assert isinstance(fisher, BatchFisher)
-        return fisher.blank(payload["params"]["heads.weight"])
+        return fisher
 
 
 def fedfmx(
@@ -122,13 +122,12 @@ def fedfmx(
     """Assemble FedFMX. Symbols are the paper's; temperature is the gate's T; the rest is in the module docstring."""
     if fisher_home == "reset" and fisher_cadence in ("round", "task"):
         raise ConfigError(f"fisher_cadence '{fisher_cadence}' needs fisher_home server or client, got 'reset'")
+    scale, squash = _pick("fisher_scale", fisher_scale, SCALES), _pick("fisher_squash", fisher_squash, SQUASHES)
     routing = FisherShapley(
         alpha=alpha,
         stop=stop_rule(stop, mu),
         weigh=RoutingWeights(_pick("fallback", fallback, FALLBACKS)(tau_r)),
-        fisher_map=FisherMap(
-            _pick("fisher_scale", fisher_scale, SCALES), _pick("fisher_squash", fisher_squash, SQUASHES)
-        ),
+        fisher_map=FisherMap(scale, squash),
         empty_value=empty_rule(empty_value),
         tau=tau_r,
         scope=label_scope,

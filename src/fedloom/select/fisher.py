@@ -150,5 +150,6 @@ class FisherMap:
 def _z_score(values: Tensor, origin: Tensor, dims: tuple[int, ...]) -> Tensor:
     # Shifted by one of the values: equal values then give exactly 0, where rounding of the mean would not.
     shifted = values - origin
-    std, mean = torch.std_mean(shifted, dim=dims, correction=0, keepdim=True)
-    return (shifted - mean) / (std + STD_EPS)
+    centred = shifted - shifted.mean(dims, keepdim=True)
+    # Not torch.std: over a short leading dimension it is 20 times slower than these passes.
+    return centred / (centred.square().mean(dims, keepdim=True).sqrt() + STD_EPS)

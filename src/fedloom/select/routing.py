@@ -293,9 +293,11 @@ def top_gates(router_logits: Tensor, top: int) -> Tensor:
     """softmax over the `top` largest router logits of each row, 0 elsewhere; ties by lowest index."""
     if top >= router_logits.shape[1]:
         return router_logits.softmax(1)
-    kept = router_logits.sort(dim=1, descending=True, stable=True).indices[:, :top]
-    gates = router_logits.gather(1, kept).softmax(1)
-    return torch.zeros_like(router_logits).scatter_(1, kept, gates)
+    # Ranks by comparison, not by a stable sort, which ONNX cannot express.
+    mine, other = router_logits.unsqueeze(2), router_logits.unsqueeze(1)
+    earlier = torch.ones(mine.shape[1], mine.shape[1], dtype=torch.bool, device=mine.device).tril(-1)
+    rank = ((other > mine) | ((other == mine) & earlier)).sum(2)
+    return router_logits.masked_fill(rank >= top, -torch.inf).softmax(1)
 
 
 def _check_top(top: int) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.core.batches import Batch
@@ -52,16 +53,15 @@ def fisher_sums(features: Tensor, delta_sq: Tensor, mask: Tensor) -> tuple[Tenso
     mask m [batch, experts].
     """
     counted = mask.T.unsqueeze(-1) * delta_sq
-    entries = torch.bmm(counted.mT, features.square())
-    return torch.cat([entries, counted.sum(1).unsqueeze(-1)], -1), mask.sum(0)
+    inputs = F.pad(features.square(), (0, 1), value=1.0)
+    return torch.bmm(counted.mT, inputs), mask.sum(0)
 
 
 def fold(fisher: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
     """rho F + (1 - rho) sums / counts, per expert; F itself where the count is 0."""
     used = counts > 0
-    keep = torch.where(used, rho, 1.0).to(fisher.dtype)
-    share = torch.where(used, (1 - rho) / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0.0)
-    return fisher * keep[:, None, None] + sums * share[:, None, None]
+    mean = sums / counts.where(used, 1.0)[:, None, None]
+    return torch.lerp(fisher, mean, torch.where(used, 1 - rho, 0.0).to(fisher.dtype)[:, None, None])
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class BatchFisher:
     rho: float
     samples: Samples = active_samples
     needs: ClassVar[tuple[str, ...]] = ("fisher",)
+    class_rows: ClassVar[tuple[str, ...]] = ("experts",)  # tensors whose dimension 1 is classes
 
     def __post_init__(self) -> None:
         if not 0 <= self.rho < 1:
@@ -134,6 +135,8 @@ class StageFisher(RoundFisher):
     example visited, so that the mean over clients by number of examples is that over their examples. The first
     work of a later stage folds them in.
     """
+
+    class_rows: ClassVar[tuple[str, ...]] = ("experts", "sums")
 
     def blank(self, heads: Tensor) -> Tensors:
         """Zeros for head weights [experts, classes, dim]."""

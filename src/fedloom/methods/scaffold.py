@@ -1,0 +1,150 @@
+"""SCAFFOLD: FedAvg whose local steps are corrected by control variates against client drift.
+
+Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (ICML 2020, arXiv
+1910.06378), algorithm 1 with option II. x is the global model, y a local one, c and c_i the control variates:
+
+    client   y <- y - eta (g(y) - c_i + c), K times;   c_i+ = c_i - c + (x - y) / (K eta)
+    server   x <- x + eta_g mean_S(y_i - x);           c <- c + (|S| / N) mean_S(c_i+ - c_i)
+
+Decisions where the paper is silent:
+
+- K counts the optimiser steps that were taken, and K eta is the sum of their rates when a schedule changes the rate
+  inside a round. A round whose rates are all zero leaves c_i as it is.
+- Momentum m (heavy ball or Nesterov) is corrected, not refused: the gradient of step s is then applied in all later
+  steps too, so K eta is replaced by the total rate with which gradients enter y, `total_rate`, which tends to
+  K eta / (1 - m) for large K. c_i is then a weighted mean of the local gradients. Other optimisers have no such total,
+  and phases change what a step is: both are refused.
+- A rate that FedAvg stands may be too large: c - c_i is added K times. Lower it where updates diverge.
+- Weight decay is part of the gradient that SGD applies, so c_i estimates the gradient of the decayed loss.
+- Clipping acts on the corrected gradient g - c_i + c. Where it shrinks the step by a factor s, c_i+ is only
+  s g + (1 - s)(c_i - c): a damped estimate. Train with `clip_norm: null` for the paper's.
+- N counts every client that ever held data, also before the present stage. The census at the start of a stage finds
+  them; newcomers have c_i = 0, so c, the mean of all c_i, shrinks by N_old / N_new. A client keeps its c_i while away.
+- Buffers (batch-norm statistics) have no control variate and are averaged, uniformly as the parameters are.
+- Rows of classes that have not arrived have x = y and c = c_i = 0, so they stay zero by the equations themselves.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Gt
+
+from fedloom.core import ConfigError, Exchange, Method, Trip, Update
+from fedloom.core.tree import add, axpy, scale, sub, zeros_like
+from fedloom.local import SGD, LocalSGD
+from fedloom.merge.mean import replies_mean
+
+PRESETS = {"paper": {"server_lr": 1.0}}
+MODEL = ("params", "buffers")
+SHARED = (*MODEL, "control")  # down: x and c; up: y_i and the change of c_i
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A gradient transform: g + (c - c_i), with c - c_i in `ref["correction"]` (name -> tensor like the parameter)."""
+
+    needs: ClassVar = ("correction",)
+
+    def __call__(self, grads, params, ref):
+        return add(grads, {name: ref["correction"][name] for name in grads})
+
+
+def total_rate(local: LocalSGD, ctx, steps: int) -> float:
+    """The total rate with which `steps` gradients enter the model: a constant gradient g moves it by -total_rate g.
+
+    Without momentum it is the sum of the learning rates. `reach` is 1 + m + m^2 + ..., what step t applies of g.
+    """
+    m, reach, total = local.optimizer.momentum, 0.0, 0.0
+    for step in range(steps):
+        reach = 1 + m * reach
+        applied = 1 + m * reach if local.optimizer.nesterov else reach
+        total += local.optimizer.lr * local.schedule.factor(ctx, step, steps) * applied
+    return total
+
+
+def refreshed(own, correction, start, end, rate: float):
+    """Option II: c_i+ = c_i - c + (x - y) / rate, and c_i itself where the rate is 0.
+
+    `own` is c_i, `correction` c - c_i, `start` x and `end` y: name -> tensor, with the same names and shapes.
+    """
+    return sub(scale(sub(start, end), 1 / rate), correction) if rate > 0 else own
+
+
+def enrolled(server, replies):
+    """The server state with every client in `replies` counted; c stays the mean of the c_i of all counted."""
+    ids = server["clients"]["ids"]
+    known = torch.tensor(sorted({*ids.tolist(), *(reply.client for reply in replies)}), dtype=ids.dtype)
+    if len(known) == len(ids):
+        return server
+    return {**server, "control": scale(server["control"], len(ids) / len(known)), "clients": {"ids": known}}
+
+
+@dataclass(frozen=True)
+class Scaffold(Method):
+    """Server state: the model, `control` (c) and `clients` (the ids counted). Client state: `control` (c_i)."""
+
+    local: LocalSGD
+    server_lr: float = 1.0
+    reveals: ClassVar = {
+        "params": "a model trained on the client's data",
+        "buffers": "activation statistics of the client's data",
+        "control": "the change, since its last round, of the mean gradient of the client's loss",
+    }
+
+    def __post_init__(self):
+        if not isinstance(self.local.optimizer, SGD):
+            raise ConfigError(f"scaffold needs training.optimizer.name: sgd, got {type(self.local.optimizer).__name__}")
+        if self.local.phases:
+            raise ConfigError("scaffold trains every parameter in every step: it cannot train in phases")
+
+    def init_server(self, ctx):
+        state = ctx.init_state()
+        nobody = torch.zeros(0, dtype=torch.int64)
+        return {**state, "control": zeros_like(state["params"]), "clients": {"ids": nobody}}
+
+    def init_client(self, ctx):
+        return {"control": zeros_like(ctx.init_state()["params"])}
+
+    def exchanges(self):
+        return {**super().exchanges(), "census": Exchange(self.send_census, self.census, self.absorb_census)}
+
+    def plan(self, stage):
+        return [Trip("census", None, "all"), *super().plan(stage)]
+
+    def send_census(self, server, client, ctx):
+        return {}
+
+    def census(self, down, state, data, ctx):
+        """Answer with nothing: the server only counts who does."""
+        return Update(state, {}, weight=1.0)
+
+    def absorb_census(self, server, replies, ctx):
+        return enrolled(server, replies)
+
+    def send(self, server, client, ctx):
+        return {field: server[field] for field in (MODEL if client is None else SHARED)}
+
+    def client_update(self, down, state, data, ctx):
+        correction = sub(down["control"], state["control"])
+        end = self.local(down, data, ctx, ref={"correction": correction})
+        rate = total_rate(self.local, ctx, end.steps)
+        own = refreshed(state["control"], correction, down["params"], end.params, rate)
+        up = {"params": end.params, "buffers": end.buffers, "control": sub(own, state["control"])}
+        return Update({"control": own}, up, metrics=end.metrics)
+
+    def server_update(self, server, replies, ctx):
+        """x + eta_g mean(y_i - x), by a lerp that is exact for eta_g = 1, and c + (|S| / N) mean(c_i+ - c_i)."""
+        server = enrolled(server, replies)
+        mean = {field: replies_mean(replies, field, server[field], uniform=True) for field in SHARED}
+        params = {name: torch.lerp(old, mean["params"][name], self.server_lr) for name, old in server["params"].items()}
+        control = axpy(len(replies) / len(server["clients"]["ids"]), mean["control"], server["control"])
+        return {**server, "params": params, "buffers": mean["buffers"], "control": control}
+
+    def class_rows(self, ctx):
+        return {**super().class_rows(ctx), **{("control", name): dim for name, dim in ctx.class_rows.items()}}
+
+
+def scaffold(*, local: LocalSGD, server_lr: Annotated[float, Gt(0)] = 1.0) -> Scaffold:
+    """SCAFFOLD with server step `server_lr` (eta_g). Raises ConfigError where training is not SGD in one phase."""
+    return Scaffold(replace(local, transforms=(*local.transforms, Correction())), server_lr)

@@ -1,0 +1,297 @@
+"""The command line: exit codes, sentences, what is printed where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from fedloom import api
+from fedloom.cli import app
+from fedloom.cli.application import layers
+from fedloom.core.errors import Interrupted
+
+FAST = ["--set", "model.name=linear", "--set", "training.rounds=1", "--set", "partition.clients=3", "-m", "fedavg"]
+TWO = [*FAST, "--set", "stream.tasks=2"]
+
+
+def call(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], prog_name="fedloom")
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take a second."""
+    monkeypatch.setattr(api, "_pictures", lambda *args: None)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the command line, pictures and report included."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    result = call("run", "quickstart", *TWO, "--out", folder)
+    assert result.exit_code == 0, result.stderr
+    (folder / "printed.txt").write_text(result.stdout)
+    (folder / "said.txt").write_text(result.stderr)
+    return folder
+
+
+def test_a_run_ends_with_table_picture_and_report(finished: Path) -> None:
+    printed = (finished / "printed.txt").read_text()
+    assert "Final accuracy" in printed
+    assert f"picture: {finished / 'accuracy.png'}" in printed
+    assert f"report: {finished / 'report.html'}" in printed
+    said = (finished / "said.txt").read_text().splitlines()
+    assert sum("round 1/1" in line for line in said) == 2
+    assert sum("done: accuracy" in line for line in said) == 2
+
+
+def test_json_is_one_object_on_stdout(tmp_path: Path, no_pictures: None) -> None:
+    result = call("run", *TWO, "--out", tmp_path / "a", "--json")
+    summary = json.loads(result.stdout)
+    assert result.exit_code == 0 and result.stdout.count("\n") == 1
+    assert summary == json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert not result.stderr
+
+
+def test_quiet_prints_the_result_only(tmp_path: Path, no_pictures: None) -> None:
+    result = call("run", *TWO, "--out", tmp_path / "a", "-q")
+    assert "Final accuracy" in result.stdout and not result.stderr
+    loud = call("run", *TWO, "--out", tmp_path / "b", "-v")
+    assert "up " in loud.stderr
+
+
+def test_the_same_run_from_python(tmp_path: Path, no_pictures: None) -> None:
+    assert call("run", *TWO, "--out", tmp_path / "a", "--seed", 4).exit_code == 0
+    api.run(
+        "quickstart", method="fedavg", model={"name": "linear"}, training={"rounds": 1}, partition={"clients": 3},
+        stream={"tasks": 2}, seed=4, out=tmp_path / "b",
+    )  # fmt: skip
+    records = [json.loads((tmp_path / k / "env.json").read_text()) for k in "ab"]
+    summaries = [json.loads((tmp_path / k / "summary.json").read_text()) for k in "ab"]
+    assert records[0]["config_hash"] == records[1]["config_hash"]
+    assert summaries[0]["state_sha256"] == summaries[1]["state_sha256"]
+
+
+def test_the_default_folder_is_named_after_the_recipe(
+    tmp_path: Path, no_pictures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("run", *TWO, "-q").exit_code == 0
+    assert len(list((tmp_path / "runs" / "quickstart").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "quikstart"], "unknown recipe 'quikstart'. Did you mean 'quickstart'?"),
+        (["run", "nope.yaml"], "configuration file 'nope.yaml' does not exist"),
+        (["run", "-m", "fedprx"], "unknown method 'fedprx'. Did you mean 'fedprox'?"),
+        (["run", "--engine", "serail"], "unknown engine 'serail'. Did you mean 'serial'?"),
+        (["run", "--engine", "flower"], "unknown engine 'flower'. Known: serial."),
+        (["run", "--set", "fedprx.mu=0.1"], "Did you mean 'fedprox.mu'?"),
+        (["run", "--set", "training.rounds"], "--set takes key=value"),
+        (["run", "--set", "training.optimizer.lr=.nan"], "training.optimizer.lr must be a finite number, got nan"),
+        (["run", "--set", "partition.alpha=0"], "partition.alpha must be above 0, got 0"),
+        (["run", "--set", "partition.clients=99999"], "partition.clients is 99999 but there are only"),
+        (["run", "--set", "stream.tasks=11"], "stream.tasks is 11 but there are 10 classes"),
+        (["run", "--set", "stream.class_order=[0, 1]"], "stream.class_order: class 2 is missing"),
+        (["run", "--device", "cuda:99"], "engine.device is cuda:99, but this machine"),
+        (["run", "--workers", "0"], "engine.workers must be auto or a whole number of at least 1, got 0"),
+        (["run", "--seed", "-1"], "seed must be at least 0, got -1"),
+        (["resume", "/no/such/folder"], "'/no/such/folder' does not exist"),
+        (["predict", "/no/such/folder", "--input", "x.npy"], "is not a run folder"),
+        (["report", "/no/such/folder"], "is not a folder"),
+        (["export", "/no/such/folder", "--format", "safetensors"], "is not a run folder"),
+        (["show-data", "quikstart"], "unknown recipe"),
+        (["run", "--set", "data.name=uoft-cs/cifar10", "--data-root", "/no/such"], "/no/such/uoft-cs/cifar10"),
+    ],
+)
+def test_errors_are_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "--no-such-option"], ["nonsense"], ["run", "--seed", "abc"], ["list", "nonsense"]]
+)
+def test_usage_errors_exit_2(arguments: list[str]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+def test_a_folder_in_use_or_not_empty_is_refused(finished: Path) -> None:
+    result = call("run", *TWO, "--out", finished)
+    assert result.exit_code == 2 and "which is not empty" in result.stderr
+
+
+def test_a_folder_without_permission_is_refused() -> None:
+    result = call("run", *TWO, "--out", "/proc/fedloom")
+    assert result.exit_code == 2 and "cannot be written" in result.stderr
+
+
+def test_interruption_exits_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (Interrupted("stopped by the user"), KeyboardInterrupt()):
+
+        def train(*args: Any, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr("fedloom.engine.loop.run", train)
+        result = call("run", *TWO, "--out", tmp_path / type(error).__name__)
+        assert result.exit_code == 130
+        assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_an_unforeseen_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def configure(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(api, "configure", configure)
+    result = call("run")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.stderr
+    path = result.stderr.partition("the traceback is in ")[2].rstrip(")\n")
+    assert "ZeroDivisionError" in Path(path).read_text()
+
+
+def test_a_run_that_fails_in_training_exits_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("my bug")
+
+    monkeypatch.setattr("fedloom.methods.fedavg.FedAvg.client_update", work)
+    result = call("run", *TWO, "--out", tmp_path / "a", "--workers", 1)
+    assert result.exit_code == 1
+    assert "my bug" in result.stderr.splitlines()[-1]
+    assert (tmp_path / "a" / "FAILED").exists()
+
+
+def test_resume_of_a_finished_run_prints_it(finished: Path) -> None:
+    result = call("resume", finished, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["method"] == "fedavg"
+    assert "is done; nothing to resume" in result.stderr
+
+
+def test_resume_refuses_a_changed_configuration(tmp_path: Path, no_pictures: None) -> None:
+    assert call("run", *TWO, "--out", tmp_path / "a", "-q").exit_code == 0
+    (tmp_path / "a" / "DONE").unlink()
+    path = tmp_path / "a" / "config.yaml"
+    path.write_text(path.read_text().replace("rounds: 1", "rounds: 2"))
+    result = call("resume", tmp_path / "a")
+    assert result.exit_code == 2 and "have changed since the run began" in result.stderr
+
+
+def test_dry_run_starts_nothing(tmp_path: Path) -> None:
+    result = call("run", *TWO, "--out", tmp_path / "a", "--dry-run")
+    assert result.exit_code == 0 and not (tmp_path / "a").exists()
+    text = result.stdout
+    assert yaml.safe_load(text[: text.index("\n\n")])["method"]["name"] == "fedavg"
+    assert "3 clients, 2 stages" in text and "parameters; 3 clients a round" in text
+    found = json.loads(call("run", *TWO, "--dry-run", "--json").stdout)
+    assert found["parameters"] == 64 * 10 + 10
+    assert found["bytes_down_first_round"] == 3 * 4 * (64 + 1) * 5
+    assert found["bytes_down_last_round"] == 3 * 4 * (64 + 1) * 10
+
+
+def test_show_data(tmp_path: Path) -> None:
+    result = call("show-data", "quickstart", "--set", "partition.clients=3", "--out", tmp_path / "p" / "x.png")
+    assert result.exit_code == 0
+    assert "3 clients, 5 stages" in result.stdout
+    assert (tmp_path / "p" / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("methods", "fedfmx"), ("datasets", "uoft-cs/cifar100"), ("models", "resnet8_gn"), ("recipes", "quickstart")],
+)
+def test_lists(kind: str, name: str) -> None:
+    assert name in call("list", kind).stdout
+    assert name in [row["name"] for row in json.loads(call("list", kind, "--json").stdout)[kind]]
+
+
+def test_predict_reads_arrays_images_and_tables(finished: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    x = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", x)
+    np.savez(tmp_path / "x.npz", x=x[:, None])
+    np.savetxt(tmp_path / "x.csv", x.reshape(4, -1), fmt="%d", delimiter=",", header="a,b", comments="")
+    (tmp_path / "images").mkdir()
+    for k in range(4):
+        Image.fromarray(x[k]).save(tmp_path / "images" / f"{k}.png")
+    found = {}
+    for name in ("x.npy", "x.npz", "x.csv", "images"):
+        result = call("predict", finished, "--input", tmp_path / name, "--json", "--top", 10)
+        assert result.exit_code == 0, result.stderr
+        found[name] = [row["scores"] for row in json.loads(result.stdout)["predictions"]]
+    assert all(rows == found["x.npy"] for rows in found.values())
+    assert sum(found["x.npy"][0].values()) == pytest.approx(1)
+    lines = call("predict", finished, "--input", tmp_path / "images" / "0.png").stdout.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("0.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("x.npy", b"not an array", "cannot be read as an array"),
+        ("x.txt", b"", "must end in .npy"),
+        ("x.png", b"not an image", "cannot be read"),
+        ("x.csv", b"1,2\n3,x\n", "data row 1 is not 2 numbers"),
+        ("y.csv", b"1,2\n", "the model needs [batch, 1, 8, 8]"),
+        ("z.csv", b"", "holds no rows"),
+    ],
+)
+def test_predict_refuses_what_it_cannot_read(
+    finished: Path, tmp_path: Path, name: str, content: bytes, sentence: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    result = call("predict", finished, "--input", tmp_path / name)
+    assert result.exit_code == 2 and sentence in result.stderr
+
+
+def test_export_safetensors_holds_the_global_model(finished: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    result = call("export", finished, "--format", "safetensors", "--out", tmp_path / "m.safetensors")
+    assert result.exit_code == 0
+    tensors = load_file(tmp_path / "m.safetensors")
+    assert {k: tuple(v.shape) for k, v in tensors.items()} == {"head.weight": (10, 64), "head.bias": (10,)}
+    assert call("export", finished, "--format", "pickle").exit_code == 2
+
+
+def test_report_of_several_runs(finished: Path, tmp_path: Path) -> None:
+    result = call("report", finished, "--out", tmp_path / "page.html")
+    assert result.exit_code == 0 and (tmp_path / "page.html").stat().st_size > 1000
+
+
+def test_doctor_names_a_mend_for_every_finding(tmp_path: Path) -> None:
+    found = json.loads(call("doctor", "--json").stdout)["findings"]
+    assert all(item["mend"] for item in found if item["level"] != "ok")
+    missing = call("doctor", "--data-root", tmp_path / "nope")
+    assert missing.exit_code == 1 and "is not a folder" in missing.stderr
+    (tmp_path / "uoft-cs" / "cifar10").mkdir(parents=True)
+    (tmp_path / "uoft-cs" / "cifar10" / "train.parquet").touch()
+    assert "uoft-cs/cifar10: found" in call("doctor", "--data-root", tmp_path).stdout
+
+
+def test_version_and_help() -> None:
+    from fedloom import __version__
+
+    assert call("--version").stdout.strip() == f"fedloom {__version__}"
+    assert call("--help").exit_code == 0
+
+
+def test_sets_win_over_named_options() -> None:
+    assert layers(seed=1, sets=["seed=2"]) == {"seed": 2}
+    assert layers(method="fedavg", workers="auto", root="/x") == {
+        "method": {"name": "fedavg"},
+        "data": {"root": "/x"},
+        "engine": {"workers": "auto"},
+    }

@@ -1,0 +1,35 @@
+"""ONNX export of both kinds of prediction: plain logits, and a gate with a stable sort."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedloom import api
+from fedloom.core.errors import ConfigError
+
+pytest.importorskip("onnxscript", reason="the extra 'onnx' is not installed")
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter and its libraries warn about their own internals on import
+@pytest.mark.parametrize("method", ["fedavg", "fedfmx"])
+def test_the_exported_graph_agrees_with_torch(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom.onnx_export import export_onnx
+
+    monkeypatch.setattr(api, "_pictures", lambda *args: None)
+    layer = {"method": method, "model": {"name": "linear"}, "partition": {"kind": "iid", "clients": 2}}
+    done = api.run({**layer, "training": {"rounds": 1}, "stream": {"tasks": 2}}, out=tmp_path / "run")
+    path, checked = export_onnx(done.folder, tmp_path / "m.onnx")
+    assert path.stat().st_size > 1000
+    assert "agrees with torch" in checked or "onnxruntime is not installed" in checked
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    from fedloom.onnx_export import _need
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'fedloom\[onnx\]'"):
+        _need("onnx")
