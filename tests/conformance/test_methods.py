@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance.watched import Watched
-from toys.federation import experiment, method_of
-from toys.running import Patient, resume, rows, start
 
 import fedloom.methods
-from fedloom.core import Method
+from conformance.watched import Watched
+from fedloom.core import ConfigError, Method
 from fedloom.core.payload import digest
-from fedloom.local import AdamW, LocalSGD
+from fedloom.engine.files import load_payload
+from fedloom.local import SGD, AdamW, LocalSGD
 from fedloom.local.terms import CrossEntropy, Proximal
+from toys.federation import experiment, method_of
+from toys.running import Patient, resume, rows, start
 
 
 def _found(folder: Path, package: str) -> list[str]:
@@ -120,11 +121,12 @@ def test_names_its_source(name: str):
 @pytest.mark.parametrize("name", EVERY)
 def test_unseen_rows_keep_their_initial_values(name: str, tmp_path: Path):
     """With weight decay, momentum and Nesterov, and with AdamW, after a run whose last classes never arrive."""
-    from fedloom.engine.files import load_payload
-    from fedloom.local import SGD
-
     for optimizer in (SGD(lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True), AdamW(lr=0.01, weight_decay=0.5)):
-        whole = experiment(name, options={"training": {"optimizer": optimizer, "clip_norm": 1.0}})
+        try:
+            whole = experiment(name, options={"training": {"optimizer": optimizer, "clip_norm": 1.0}})
+        except ConfigError as error:  # a method may be defined for SGD alone
+            assert isinstance(optimizer, AdamW) and "optimizer" in str(error)
+            continue
         first = whole.method.init_server(whole.context(whole.net(), 0))
         folder = tmp_path / type(optimizer).__name__
         start(folder, whole, checkpoint_keep=100)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from toys.federation import BlobSpec
-from toys.slim import SlimNet
 
 from fedloom.core import ConfigError, Context, Forward, Net, PayloadError, Stage
 from fedloom.core.context import state_buffers
 from fedloom.core.payload import digest
 from fedloom.core.seeds import generator, seeded_init
+from toys.federation import BlobSpec
+from toys.slim import SlimNet
 
 X = torch.randn(5, 2, generator=generator("x"))
 
@@ -168,6 +168,6 @@ def test_bf16_forward_gives_fp32_outputs_close_to_fp32():
 
 
 def test_seeds_differ_by_purpose_and_place():
-    base = dict(seed=1, round=0, client=2)
+    base = {"seed": 1, "round": 0, "client": 2}
     ctxs = [context(**base), context(**{**base, "client": 3}), context(**{**base, "round": 1})]
     assert len({c.seed_for("mask") for c in ctxs} | {ctxs[0].seed_for("other"), ctxs[0].seed_for("mask", 1)}) == 5

@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from toys.federation import experiment, method_of
 
 from fedloom.core import Method, Stage, Trip
 from fedloom.core.method import describe
+from toys.federation import experiment, method_of
 
 
 def test_the_base_has_one_train_exchange_per_round():

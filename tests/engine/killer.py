@@ -67,6 +67,7 @@ def main() -> None:
     """All cases, each in a fork of this process, which has imported what they need."""
     sys.path.insert(0, str(TESTS))
     import torch
+
     import toys.faults
     import toys.running  # noqa: F401
 

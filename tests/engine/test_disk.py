@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys.federation import experiment
-from toys.running import Notes, resume, rows, start
 
 from fedloom.core import CheckpointError, ConfigError, RunError
 from fedloom.core.payload import digest
@@ -18,6 +16,8 @@ from fedloom.engine import checkpoint, files
 from fedloom.engine.files import load_payload, save_payload, write_bytes, write_json
 from fedloom.engine.folder import RunFolder
 from fedloom.engine.store import ClientStore, version_of
+from toys.federation import experiment
+from toys.running import Notes, resume, rows, start
 
 DTYPES = [
     torch.float32,
@@ -90,7 +90,7 @@ def test_a_full_disk_reported_by_safetensors_is_told_in_words(tmp_path: Path, mo
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors.torch, "save_file", refuse)
-    with pytest.raises(RunError, match="No space left on device.*; free some space and resume the run"):
+    with pytest.raises(RunError, match=r"No space left on device.*; free some space and resume the run"):
         save_payload(tmp_path / "file", {"a": {"b": torch.ones(2)}})
 
 
@@ -135,7 +135,7 @@ def tiny_disk(tmp_path: Path):
 def test_a_real_disk_that_is_full(workers: int, tiny_disk: Path):
     """Whatever is refused first (a client's state, its upload, a checkpoint, a row), the run ends in one sentence."""
     plan = {"rounds": 8, "cohort": 1.0}
-    with pytest.raises(RunError, match="No space left|no space left") as info:
+    with pytest.raises(RunError, match=r"No space left|no space left") as info:
         start(tiny_disk / "run", experiment("toys.tally:tally", **plan), workers=workers, checkpoint_keep=100)
     assert "free some space and resume the run" in str(info.value)
     subprocess.run(["mount", "-o", "remount,size=64m", tiny_disk], check=True)
@@ -154,7 +154,7 @@ def test_run_folders_are_checked(tmp_path: Path):
         RunFolder.create(tmp_path / "used" / "file", {}, {})
     with pytest.raises(ConfigError, match="which cannot be written"):
         RunFolder.create(tmp_path / "used" / "file" / "below", {}, {})
-    with pytest.raises(CheckpointError, match="is not a run folder: it has no config.yaml"):
+    with pytest.raises(CheckpointError, match=r"is not a run folder: it has no config.yaml"):
         RunFolder.open(tmp_path / "used")
     with RunFolder.create(tmp_path / "new" / "deep", {"b": 1, "a": "ü"}, {"x": 1}) as folder:
         assert (folder.path / "config.yaml").read_text(encoding="utf-8") == "b: 1\na: ü\n"

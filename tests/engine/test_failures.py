@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from toys.faults import Fault
-from toys.federation import experiment
-from toys.running import Notes, resume, rows, start
 
 from fedloom.core import PayloadError, RunError
 from fedloom.engine.files import load_payload
+from toys.faults import Fault
+from toys.federation import experiment
+from toys.running import Notes, resume, rows, start
 
 FAULTY, CONSTANTS, DRIFTING = "toys.faults:faulty", "toys.scripted:constants", "toys.scripted:drifting"
 NAN = float("nan")
@@ -88,7 +88,7 @@ def test_a_bad_update_is_rejected_by_name_and_changes_nothing_else(kind: str, wo
     assert got["state_sha256"] == raised["state_sha256"]
     bad = [row for row in rows(tmp_path / "bad") if row["stage"] == 1 and row["round"] == 1]
     assert [row["rejected"] for row in bad] == [1]
-    with pytest.raises(RunError, match="client 1 .*update rejected.*on_client_failure is 'fail'"):
+    with pytest.raises(RunError, match=r"client 1 .*update rejected.*on_client_failure is 'fail'"):
         start(tmp_path / "fail", faulty(Fault(kind, 1, 1, 1)), on_client_failure="fail")
 
 
@@ -141,7 +141,7 @@ def test_a_run_whose_clients_all_fail_ends(policy: str, tmp_path: Path):
 def test_too_few_replies_end_the_run_and_what_was_done_is_checkpointed(tmp_path: Path):
     """Also when checkpoints are rare: the last committed round is saved before the run ends."""
     fault = Fault("raise", 2, 1, 1, once=str(tmp_path / "happened"))
-    with pytest.raises(RunError, match="3 of 4 clients replied, engine.min_replies is 4"):
+    with pytest.raises(RunError, match=r"3 of 4 clients replied, engine.min_replies is 4"):
         start(tmp_path / "run", faulty(fault), min_replies=4, checkpoint_every=100)
     notes = Notes()
     end = resume(tmp_path / "run", faulty(fault), [notes], min_replies=4, checkpoint_every=100)

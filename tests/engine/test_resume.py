@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys.federation import experiment
-from toys.running import Notes, resume, rows, start
 
 from fedloom.core import CheckpointError, ConfigError, Interrupted
 from fedloom.engine.folder import RunFolder
+from toys.federation import experiment
+from toys.running import Notes, resume, rows, start
 
 FAULTY = "toys.faults:faulty"
 KILLED = -signal.SIGKILL
@@ -209,7 +209,7 @@ def test_when_every_checkpoint_is_damaged_the_run_is_refused(tmp_path: Path):
 
 def test_a_changed_configuration_is_refused_in_words(tmp_path: Path):
     path = cut(tmp_path, config_hash="one")
-    with pytest.raises(CheckpointError, match="the configuration of .* has changed .* restore config.yaml"):
+    with pytest.raises(CheckpointError, match=r"the configuration of .* has changed .* restore config.yaml"):
         resume(path, experiment(FAULTY), config_hash="two")
     resume(path, experiment(FAULTY), config_hash="one")
 

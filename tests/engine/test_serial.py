@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from toys.faults import Fault
-from toys.federation import experiment
-from toys.running import Notes, Patient, rows, start
 
 import fedloom.engine
 from fedloom.core import ConfigError, RunError
+from toys.faults import Fault
+from toys.federation import experiment
+from toys.running import Notes, Patient, rows, start
 
 FAULTY = "toys.faults:faulty"
 TESTS = Path(__file__).resolve().parents[1]
@@ -62,10 +62,12 @@ def test_a_process_that_cannot_start_is_told_and_done_without(build, words: str,
 def test_what_cannot_be_sent_to_other_processes_is_refused_in_one_sentence(tmp_path: Path):
     threads = torch.get_num_threads()
     secret = dataclasses.replace(whole(), rebuild=lambda: whole())
-    with pytest.raises(ConfigError, match="set engine.workers to 1, or pass module-level functions instead of lambdas"):
+    with pytest.raises(
+        ConfigError, match=r"set engine.workers to 1, or pass module-level functions instead of lambdas"
+    ):
         start(tmp_path / "lambda", secret, workers=2)
     never = dataclasses.replace(whole(), rebuild=None, why_not="the model is a lambda")
-    with pytest.raises(ConfigError, match="engine.workers is 2, but the model is a lambda; set engine.workers to 1"):
+    with pytest.raises(ConfigError, match=r"engine.workers is 2, but the model is a lambda; set engine.workers to 1"):
         start(tmp_path / "none", never, workers=2)
     assert torch.get_num_threads() == threads
     assert start(tmp_path / "alone", secret, workers=1)["rounds"] == 6, "one process needs nothing of the kind"

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from toys.federation import BlobSpec
 
 from fedloom.core import Batches, Context, Forward, Net, Stage
 from fedloom.core.seeds import generator
+from toys.federation import BlobSpec
 
 
 def context(factory: Any = None, *, seen=(0, 1, 2), classes=None, num_classes=6, forward=None, **given: Any) -> Context:

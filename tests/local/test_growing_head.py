@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from local.blobs import context, data
 from torch import nn
-from toys.federation import BlobSpec
 
 from fedloom.core.payload import narrow, nbytes, widen
 from fedloom.local import SGD, AdamW, LocalSGD, Schedule
 from fedloom.local.sgd import clip
 from fedloom.local.terms import CrossEntropy, Distillation, Proximal, TeacherLogits
+from local.blobs import context, data
+from toys.federation import BlobSpec
 
 SEEN, WIDTH = 3, 6
 ROWS = {("params", "head.weight"): 0, ("params", "head.bias"): 0}

@@ -4,19 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-from local.blobs import context, data, logits, plain_loop
-from toys.federation import BlobSpec
 
 from fedloom.core import ConfigError, Stage
 from fedloom.core.seeds import generator
 from fedloom.local import SGD, AdamW, LocalSGD, Schedule
+from local.blobs import context, data, logits, plain_loop
+from toys.federation import BlobSpec
 
 SETTINGS = [
-    dict(lr=0.1),
-    dict(lr=0.1, weight_decay=0.05),
-    dict(lr=0.05, momentum=0.9),
-    dict(lr=0.05, momentum=0.9, weight_decay=0.01),
-    dict(lr=0.05, momentum=0.8, weight_decay=0.01, nesterov=True),
+    {"lr": 0.1},
+    {"lr": 0.1, "weight_decay": 0.05},
+    {"lr": 0.05, "momentum": 0.9},
+    {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+    {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.01, "nesterov": True},
 ]
 
 
@@ -40,7 +40,7 @@ def test_sgd_is_torchs_sgd_step_for_step(given: dict):
 
 
 def test_adamw_is_torchs_adamw():
-    given = dict(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    given = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     start = torch.randn(3, 2, generator=generator(1))
     ours, theirs = start.clone(), torch.nn.Parameter(start.clone())
     step, torchs = AdamW(**given).start([ours]), torch.optim.AdamW([theirs], **given)

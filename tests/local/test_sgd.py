@@ -1,13 +1,12 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
 import torch
-from local.blobs import context, data
 from torch import nn
-from toys.federation import BlobSpec
 
 from fedloom.core import Batches, ConfigError, Forward, PayloadError
 from fedloom.core.payload import digest
@@ -16,6 +15,8 @@ from fedloom.local import SGD, AdamW, LocalSGD, Phase
 from fedloom.local.sgd import clip
 from fedloom.local.terms import CrossEntropy
 from fedloom.models.checkpointing import set_checkpointing
+from local.blobs import context, data
+from toys.federation import BlobSpec
 
 
 def run(loop: LocalSGD, ctx=None, batches=None, **given):
@@ -252,8 +253,7 @@ class Blocks(nn.Module):
         with seeded_init("blocks"):
             widths = (2, 8, 8, 8)
             self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU())
-                for a, b in zip(widths, widths[1:], strict=False)
+                nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in itertools.pairwise(widths)
             )
             self.head = nn.Linear(8, 6)
 
@@ -299,11 +299,11 @@ def test_nan_is_handed_on_not_hidden():
 
 def test_bad_options_and_missing_references_are_refused():
     for given, words in [
-        (dict(terms=()), "terms is empty"),
-        (dict(epochs=-1), "epochs >= 0"),
-        (dict(batch_size=0), "batch_size >= 1"),
-        (dict(clip_norm=0.0), "clip_norm must be above 0 or null, got 0.0"),
-        (dict(clip_norm=float("nan")), "clip_norm"),
+        ({"terms": ()}, "terms is empty"),
+        ({"epochs": -1}, "epochs >= 0"),
+        ({"batch_size": 0}, "batch_size >= 1"),
+        ({"clip_norm": 0.0}, "clip_norm must be above 0 or null, got 0.0"),
+        ({"clip_norm": float("nan")}, "clip_norm"),
     ]:
         with pytest.raises(ConfigError, match=words):
             LocalSGD(**given)

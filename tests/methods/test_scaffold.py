@@ -12,7 +12,13 @@ from fedloom.local import SGD, AdamW, LocalSGD, Phase, Schedule
 from fedloom.methods.scaffold import Correction, Scaffold, refreshed, scaffold, total_rate
 
 STAGE = Stage(index=0, count=1, rounds=1, classes=(0, 1), seen=(0, 1))
-CTX = SimpleNamespace(stage=STAGE, round=0, global_round=0, total_rounds=1)
+
+
+def context(clients=1):
+    return SimpleNamespace(stage=STAGE, round=0, global_round=0, total_rounds=1, num_clients=clients)
+
+
+CTX = context()
 
 
 def tree(value):
@@ -38,13 +44,8 @@ class Quadratic:
         return SimpleNamespace(params=params, buffers={}, metrics={}, steps=2)
 
 
-def server_state(params, control, clients):
-    return {
-        "params": tree(params),
-        "buffers": {},
-        "control": tree(control),
-        "clients": {"ids": torch.arange(clients)},
-    }
+def server_state(params, control):
+    return {"params": tree(params), "buffers": {}, "control": tree(control)}
 
 
 def reply(client, params=0.0, change=0.0, weight=1.0):
@@ -55,14 +56,15 @@ def reply(client, params=0.0, change=0.0, weight=1.0):
 
 def simulate(method, data, cohorts):
     """Runs the cohorts and yields (server, client controls) after each."""
-    server, states = server_state(1.0, 0.0, len(data)), [{"control": tree(0.0)} for _ in data]
+    ctx = context(len(data))
+    server, states = server_state(1.0, 0.0), [{"control": tree(0.0)} for _ in data]
     for cohort in cohorts:
         replies = []
         for i in cohort:
-            update = method.client_update(method.send(server, i, CTX), states[i], data[i], CTX)
+            update = method.client_update(method.send(server, i, ctx), states[i], data[i], ctx)
             states[i] = update.state
             replies.append(Reply(client=i, weight=1.0, up=update.up, metrics={}))
-        server = method.server_update(server, replies, CTX)
+        server = method.server_update(server, replies, ctx)
         yield server, [state["control"]["w"].item() for state in states]
 
 
@@ -91,9 +93,8 @@ def test_one_client_round_in_numbers():
 
 
 def test_the_server_takes_the_cohorts_share_of_all_clients():
-    server = scaffold(local=LocalSGD()).server_update(
-        server_state(0, 0.5, 20), [reply(i, change=0.9) for i in range(5)], CTX
-    )
+    replies = [reply(i, change=0.9) for i in range(5)]
+    server = scaffold(local=LocalSGD()).server_update(server_state(0, 0.5), replies, context(20))
     assert server["control"]["w"].item() == pytest.approx(0.5 + 0.225)
 
 
@@ -101,7 +102,7 @@ def test_the_server_takes_the_cohorts_share_of_all_clients():
 def test_server_step_uses_the_uniform_mean(rate, expected):
     method = scaffold(local=LocalSGD(), server_lr=rate)
     replies = [reply(0, params=2.0, weight=10.0), reply(1, params=4.0, weight=90.0)]
-    assert method.server_update(server_state(1.0, 0.0, 2), replies, CTX)["params"]["w"].item() == pytest.approx(
+    assert method.server_update(server_state(1.0, 0.0), replies, context(2))["params"]["w"].item() == pytest.approx(
         expected
     )
 
@@ -127,20 +128,6 @@ def test_drift_is_removed_at_the_optimum():
     """Clients of different curvature pull FedAvg off the optimum (sum a b / sum a = 2.2); SCAFFOLD reaches it."""
     *_, (server, _) = simulate(scaffold(local=Quadratic()), [(1.0, -1.0), (4.0, 3.0)], [range(2)] * 300)
     assert server["params"]["w"].item() == pytest.approx(2.2, abs=1e-6)
-
-
-def test_census_counts_newcomers_once_and_keeps_the_mean():
-    method = scaffold(local=LocalSGD())
-    server = method.absorb_census(server_state(0.0, 0.6, 2), [reply(1), reply(4)], CTX)
-    assert server["clients"]["ids"].tolist() == [0, 1, 4]
-    assert server["control"]["w"].item() == pytest.approx(0.4)
-    assert method.absorb_census(server, [reply(0)], CTX) is server
-
-
-def test_census_comes_first_and_asks_all():
-    first, *rest = scaffold(local=LocalSGD()).plan(STAGE)
-    assert (first.exchange, first.round, first.who) == ("census", None, "all")
-    assert [trip.exchange for trip in rest] == ["train"]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -171,7 +158,7 @@ def test_other_optimisers_and_phases_are_refused_in_words():
 
 def test_every_upload_is_declared_and_the_global_view_is_the_model():
     method = scaffold(local=Quadratic())
-    server = server_state(1.0, 0.0, 1)
+    server = server_state(1.0, 0.0)
     update = method.client_update(method.send(server, 0, CTX), {"control": tree(0.0)}, (1.0, 0.0), CTX)
     assert set(update.up) == set(method.reveals)
     assert set(method.send(server, None, CTX)) == {"params", "buffers"}
@@ -217,7 +204,6 @@ def test_a_run_keeps_unseen_rows_at_zero_absent_clients_frozen_and_c_the_mean(tm
     monkeypatch.setattr(Scaffold, "server_update", server_update)
     quickstart(tmp_path / "run", "scaffold", training={"rounds": 2, "cohort": 0.5})
     assert len(servers) == 4
-    assert servers[0]["clients"]["ids"].tolist() == list(range(10))
     assert servers[-1]["control"]["head.weight"].any(dim=1).all()
 
 

@@ -165,11 +165,15 @@ class Net:
 
 @dataclass(frozen=True)
 class Context:
-    """Where and when a piece of a method runs. Read-only; `client` is None on the server."""
+    """Where and when a piece of a method runs. Read-only; `client` is None on the server.
+
+    num_clients: all clients of the federation, whether or not they hold data at this stage.
+    """
 
     net: Net
     stage: Stage
     num_classes: int
+    num_clients: int = 1
     seed: int = 0
     round: int | None = None
     exchange: str = "train"

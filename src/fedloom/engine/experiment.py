@@ -41,6 +41,7 @@ class Experiment:
             net=net,
             stage=self.plan.stage(stage, client),
             num_classes=self.plan.num_classes,
+            num_clients=self.plan.num_clients,
             seed=self.seed,
             round=round,
             exchange=exchange,

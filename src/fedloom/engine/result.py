@@ -9,7 +9,7 @@ from fedloom.core.batches import Inputs
 from fedloom.core.payload import digest
 from fedloom.engine.checkpoint import Progress
 from fedloom.engine.experiment import Experiment
-from fedloom.engine.files import save_payload, write_bytes, write_json
+from fedloom.engine.files import save_payload, write_bytes
 from fedloom.engine.folder import RunFolder
 from fedloom.engine.runtime import Runtime, seeded
 from fedloom.evaluate.cost import active_parameters, flops_per_example, parameters
@@ -23,7 +23,7 @@ def conclude(
     last = experiment.plan.num_stages - 1
     ctx = runtime.context(last, exchange="evaluate")
     view = experiment.method.send(server, None, ctx)
-    _save_model(experiment, folder, view)
+    _save_model(folder, view)
     matrix = AccuracyMatrix.from_lists(progress.matrix, progress.test_counts)
     write_bytes(folder.path / "accuracy_matrix.csv", matrix.to_csv().encode())
     row = progress.last_stage_row
@@ -59,11 +59,8 @@ def global_model(view: Payload) -> Payload:
     return found or view
 
 
-def _save_model(experiment: Experiment, folder: RunFolder, view: Payload) -> None:
+def _save_model(folder: RunFolder, view: Payload) -> None:
     save_payload(folder.path / "model" / "model.safetensors", view, {"format": "fedloom"})
-    plan = experiment.plan
-    meta = {"num_classes": plan.num_classes, "seen": list(plan.stage(plan.num_stages - 1).seen)}
-    write_json(folder.path / "model" / "model.json", meta)
 
 
 def _costs(experiment: Experiment, runtime: Runtime, view: Payload, ctx: Context) -> dict[str, Any]:

@@ -18,8 +18,8 @@ Decisions where the paper is silent:
 - Weight decay is part of the gradient that SGD applies, so c_i estimates the gradient of the decayed loss.
 - Clipping acts on the corrected gradient g - c_i + c. Where it shrinks the step by a factor s, c_i+ is only
   s g + (1 - s)(c_i - c): a damped estimate. Train with `clip_norm: null` for the paper's.
-- N counts every client that ever held data, also before the present stage. The census at the start of a stage finds
-  them; newcomers have c_i = 0, so c, the mean of all c_i, shrinks by N_old / N_new. A client keeps its c_i while away.
+- N is every client of the federation, also those that have not taken part: their c_i is 0. A client keeps its c_i
+  while it is away, across stages too.
 - Buffers (batch-norm statistics) have no control variate and are averaged, uniformly as the parameters are.
 - Rows of classes that have not arrived have x = y and c = c_i = 0, so they stay zero by the equations themselves.
 """
@@ -30,7 +30,7 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Gt
 
-from fedloom.core import ConfigError, Exchange, Method, Trip, Update
+from fedloom.core import ConfigError, Method, Update
 from fedloom.core.tree import add, axpy, scale, sub, zeros_like
 from fedloom.local import SGD, LocalSGD
 from fedloom.merge.mean import replies_mean
@@ -71,18 +71,9 @@ def refreshed(own, correction, start, end, rate: float):
     return sub(scale(sub(start, end), 1 / rate), correction) if rate > 0 else own
 
 
-def enrolled(server, replies):
-    """The server state with every client in `replies` counted; c stays the mean of the c_i of all counted."""
-    ids = server["clients"]["ids"]
-    known = torch.tensor(sorted({*ids.tolist(), *(reply.client for reply in replies)}), dtype=ids.dtype)
-    if len(known) == len(ids):
-        return server
-    return {**server, "control": scale(server["control"], len(ids) / len(known)), "clients": {"ids": known}}
-
-
 @dataclass(frozen=True)
 class Scaffold(Method):
-    """Server state: the model, `control` (c) and `clients` (the ids counted). Client state: `control` (c_i)."""
+    """Server state: the model and `control` (c). Client state: `control` (c_i)."""
 
     local: LocalSGD
     server_lr: float = 1.0
@@ -100,27 +91,10 @@ class Scaffold(Method):
 
     def init_server(self, ctx):
         state = ctx.init_state()
-        nobody = torch.zeros(0, dtype=torch.int64)
-        return {**state, "control": zeros_like(state["params"]), "clients": {"ids": nobody}}
+        return {**state, "control": zeros_like(state["params"])}
 
     def init_client(self, ctx):
         return {"control": zeros_like(ctx.init_state()["params"])}
-
-    def exchanges(self):
-        return {**super().exchanges(), "census": Exchange(self.send_census, self.census, self.absorb_census)}
-
-    def plan(self, stage):
-        return [Trip("census", None, "all"), *super().plan(stage)]
-
-    def send_census(self, server, client, ctx):
-        return {}
-
-    def census(self, down, state, data, ctx):
-        """Answer with nothing: the server only counts who does."""
-        return Update(state, {}, weight=1.0)
-
-    def absorb_census(self, server, replies, ctx):
-        return enrolled(server, replies)
 
     def send(self, server, client, ctx):
         return {field: server[field] for field in (MODEL if client is None else SHARED)}
@@ -135,10 +109,9 @@ class Scaffold(Method):
 
     def server_update(self, server, replies, ctx):
         """x + eta_g mean(y_i - x), by a lerp that is exact for eta_g = 1, and c + (|S| / N) mean(c_i+ - c_i)."""
-        server = enrolled(server, replies)
         mean = {field: replies_mean(replies, field, server[field], uniform=True) for field in SHARED}
         params = {name: torch.lerp(old, mean["params"][name], self.server_lr) for name, old in server["params"].items()}
-        control = axpy(len(replies) / len(server["clients"]["ids"]), mean["control"], server["control"])
+        control = axpy(len(replies) / ctx.num_clients, mean["control"], server["control"])
         return {**server, "params": params, "buffers": mean["buffers"], "control": control}
 
     def class_rows(self, ctx):

@@ -64,7 +64,7 @@ def test_the_decision_asks_the_other_network():
     assert torch.equal(decide({}, batch, {}, {})["old_model"], torch.full((2, 3), 2.0))
 
 
-@pytest.mark.parametrize("given", [dict(temperature=0.0), dict(temperature=float("nan")), dict(weight=-1.0)])
+@pytest.mark.parametrize("given", [{"temperature": 0.0}, {"temperature": float("nan")}, {"weight": -1.0}])
 def test_bad_options_are_refused(given: dict):
     with pytest.raises(ConfigError, match="must be a finite number"):
         Distillation(**given)
