@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -59,8 +60,12 @@ def carry_out(case: dict[str, Any]) -> None:
         arm(*case["at"])
     faults = tuple(Fault(**fault) for fault in case.get("faults", ()))
     whole = experiment("toys.faults:faulty", options={"faults": faults}, **case.get("plan", {}))
-    go = resume if (Path(case["path"]) / "config.yaml").exists() else start
-    go(Path(case["path"]), whole, **case.get("options", {}))
+    path = Path(case["path"])
+    begun = (path / "config.yaml").exists()
+    if not begun:  # killed while the folder was being made
+        shutil.rmtree(path, ignore_errors=True)
+    go = resume if begun else start
+    go(path, whole, **case.get("options", {}))
 
 
 def main() -> None:

@@ -224,3 +224,16 @@ def test_the_visits_of_a_client_are_kept_between_rounds(tmp_path: Path):
     assert [row["train/visits"] for row in rows(tmp_path / "run") if row["round"] is not None] == [1.0, 2.0, 3.0]
     state = load_payload(next((tmp_path / "run" / "clients" / "2").glob("*.00003.*")))
     assert torch.equal(state["visits"]["count"], torch.tensor(3))
+
+
+def test_a_client_may_clear_its_state(tmp_path: Path):
+    plan = {"num_stages": 1, "rounds": 5, "cohort": 1.0}
+    start(tmp_path / "run", experiment("toys.scripted:forgetful", options={"values": (1.0,) * 4}, **plan))
+    assert [row["train/visits"] for row in rows(tmp_path / "run")] == [0.0, 1.0, 2.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_server_that_keeps_a_view_of_a_reply_is_not_overwritten_by_the_next_round(workers: int, tmp_path: Path):
+    plan = {"num_stages": 2, "rounds": 5, "cohort": 1.0}
+    start(tmp_path / "run", drifting("alias", **plan), workers=workers)
+    assert merged(tmp_path / "run") == [10.0]

@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 from fedloom.core import CheckpointError, ConfigError, Interrupted
 from fedloom.engine.folder import RunFolder
+from toys.faults import Fault
 from toys.federation import experiment
 from toys.running import Notes, resume, rows, start
 
@@ -37,8 +40,6 @@ def kill(cases: list[dict[str, Any]]) -> list[int]:
 @cache
 def uninterrupted() -> tuple[str, str, str]:
     """Hash and rows of the run that nobody kills."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         summary = start(Path(folder) / "run", experiment(FAULTY))
         return summary["state_sha256"], str(rows(Path(folder) / "run")), str(rows(Path(folder) / "run", "stage"))
@@ -114,8 +115,6 @@ def _processes(text: str) -> list[str]:
 
 def cut(tmp_path: Path, stage: int = 2, trip: int = 1, name: str = "run", **options: Any) -> Path:
     """A run that was interrupted when it came to this trip."""
-    from toys.faults import Fault
-
     at = None if options.get("workers", 1) > 1 else trip - 1  # whichever round this process works in first
     fault = Fault("interrupt", stage=stage, round=at)
     with pytest.raises(Interrupted):
@@ -137,6 +136,21 @@ def test_ctrl_c_with_two_processes(tmp_path: Path):
     path = cut(tmp_path, workers=2)
     assert not _processes(str(path))
     assert_same(path, workers=2)
+
+
+def test_a_second_ctrl_c_stops_at_once_and_loses_no_checkpoint(tmp_path: Path):
+    twice = (Fault("interrupt", stage=1, round=0), Fault("interrupt", stage=1, round=0))
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path / "run", experiment(FAULTY, options={"faults": twice}))
+    assert_same(tmp_path / "run")
+
+
+def test_a_run_in_a_thread_needs_no_signals(tmp_path: Path):
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(start(tmp_path / "run", experiment(FAULTY))["state_sha256"]))
+    thread.start()
+    thread.join()
+    assert found == [uninterrupted()[0]]
 
 
 def test_resume_of_a_finished_run_computes_nothing_again(tmp_path: Path):

@@ -37,7 +37,7 @@ def whole(*faults: Fault, **plan: Any):
 
 
 def test_the_work_of_a_process_that_dies_is_repeated(tmp_path: Path):
-    notes, plan = Patient(), {"num_stages": 1}
+    notes, plan = Patient(), {"num_stages": 1, "rounds": 20}
     fault = Fault("kill_worker", once=str(tmp_path / "happened"))
     summary = start(tmp_path / "run", whole(fault, **plan), [notes], workers=2)
     assert (tmp_path / "happened").exists(), "the second process never took part"

@@ -57,7 +57,10 @@ def constants(*, local: LocalSGD, **given: Any) -> Constants:
 
 @dataclass(frozen=True)
 class Drifting(Constants):
-    """Client i uploads the server's value plus values[i]; broken: a hook that raises, for the server's functions."""
+    """Client i uploads the server's value plus values[i].
+
+    broken: "server_update" and "predict" raise, "nan" merges to NaN, "alias" returns a view of a reply.
+    """
 
     broken: str | None = None
 
@@ -67,6 +70,8 @@ class Drifting(Constants):
     def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         if self.broken == "server_update":
             raise KeyError("no such thing")
+        if self.broken == "alias":
+            return {"params": {"w": replies[-1].up["params"]["w"][:]}}
         merged = super().server_update(server, replies, ctx)
         if self.broken == "nan":
             return {"params": {"w": merged["params"]["w"] * float("nan")}}
@@ -81,3 +86,18 @@ class Drifting(Constants):
 def drifting(*, local: LocalSGD, **given: Any) -> Drifting:
     """Assemble the method; it trains nothing."""
     return Drifting(**given)
+
+
+@dataclass(frozen=True)
+class Forgetful(Drifting):
+    """Clients count their visits, and forget all (an empty state) at the third."""
+
+    def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
+        count = state["visits"]["count"] if state else torch.tensor(0)
+        new = {} if count == 2 else {"visits": {"count": count + 1}}
+        return super().client_update(down, state, data, ctx)._replace(state=new, metrics={"visits": float(count)})
+
+
+def forgetful(*, local: LocalSGD, **given: Any) -> Forgetful:
+    """Assemble the method; it trains nothing."""
+    return Forgetful(**given)
