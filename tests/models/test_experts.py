@@ -79,7 +79,7 @@ def test_one_identity_expert_starts_as_the_classifier():
 
 def test_published_size_with_resnet18():
     with seeded_init(0):
-        body = ResNet((3, 32, 32), (2, 2, 2, 2), (64, 128, 256, 512), "batch")
+        body = ResNet((3, 32, 32), (2, 2, 2, 2), (64, 128, 256, 512), groups=None)
     pool = ExpertPool(body, 100)
     assert sum(p.numel() for p in pool.parameters()) / 1e6 == pytest.approx(14.54, abs=0.01)
 

@@ -35,12 +35,16 @@ ENTRIES = {
     "mlp": Entry(Mlp, "fully connected layers with ReLU; option hidden, default [128]", images=False),
     "small_cnn": Entry(SmallCnn, "two convolutions and a hidden layer, 0.55 M parameters on 3x32x32; option width"),
     "digits_cnn": Entry(DigitsCnn, "two convolutions and a hidden layer for 8x8 grey images; option width"),
-    "resnet8": Entry(partial(thin, depth=8, norm="batch"), "ResNet-8 for small images, batch normalisation"),
-    "resnet8_gn": Entry(partial(thin, depth=8, norm="group"), "ResNet-8 with group normalisation; option groups"),
-    "resnet20": Entry(partial(thin, depth=20, norm="batch"), "ResNet-20 for small images, batch normalisation"),
-    "resnet20_gn": Entry(partial(thin, depth=20, norm="group"), "ResNet-20 with group normalisation; option groups"),
-    "resnet18": Entry(partial(resnet18, norm="batch"), "ResNet-18 with the 3x3 stem for 32x32 images"),
-    "resnet18_gn": Entry(partial(resnet18, norm="group"), "ResNet-18, 3x3 stem, group normalisation; option groups"),
+    "resnet8": Entry(
+        partial(thin, depth=8, groups=None), "ResNet-8 for small images, batch normalisation; option stem_stride"
+    ),
+    "resnet8_gn": Entry(partial(thin, depth=8), "ResNet-8 with group normalisation; options groups, stem_stride"),
+    "resnet20": Entry(
+        partial(thin, depth=20, groups=None), "ResNet-20 for small images, batch normalisation; option stem_stride"
+    ),
+    "resnet20_gn": Entry(partial(thin, depth=20), "ResNet-20 with group normalisation; options groups, stem_stride"),
+    "resnet18": Entry(partial(resnet18, groups=None), "ResNet-18, 3x3 stem, batch normalisation; option stem_stride"),
+    "resnet18_gn": Entry(resnet18, "ResNet-18, 3x3 stem, group normalisation; options groups, stem_stride"),
 }
 ALIASES = {"resnet18_cifar": "resnet18"}
 FOREIGN = {"torchvision": torchvision_backbone, "timm": timm_backbone}
@@ -73,7 +77,8 @@ def backbone(name: str, *, input_shape: Sequence[int], weights: str | None = Non
     entry = ENTRIES[key]
     if entry.images:
         _need_images(name, input_shape)
-    known = [p for p in inspect.signature(entry.build).parameters if p not in ("input_shape", "depth", "norm")]
+    fixed = {"input_shape", *getattr(entry.build, "keywords", {})}
+    known = [p for p in inspect.signature(entry.build).parameters if p not in fixed]
     for option in options:
         if option not in known:
             raise ConfigError(unknown(f"option of model {name}", option, known))
