@@ -37,13 +37,15 @@ def install(extra: str) -> None:
         if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode:
             sys.exit("error: Python's venv module is missing; install it (on Debian: apt-get install python3-venv)")
     print("installing FedLoom and what it needs; the first time takes some minutes", flush=True)
-    call(PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f".[{extra}]" if extra else ".")
+    call(
+        PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f".[{extra}]" if extra else "."
+    )
     done.write_text(wanted)
 
 
 def main(arguments: list[str]) -> None:
     """Carry out one of the two commands."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is there runs this file
         sys.exit(f"error: FedLoom needs Python 3.11 or newer, this is {sys.version.split()[0]}")
     what, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if what == "run":

@@ -61,15 +61,17 @@ def library(rounds: int, layout: str, workers: Any) -> dict[str, Any]:
     from fedloom.engine.loop import run
 
     class Clock(Observer):
-        ends: list[tuple[float, float]] = []  # noqa: RUF012 - one clock per process
+        ends: list[tuple[float, float]] = []  # one clock per process
 
         def round_done(self, row: Any) -> None:
             self.ends.append((time.perf_counter() - STARTED, tree_cpu_seconds()))
 
     job = built(rounds, layout, workers)
-    with tempfile.TemporaryDirectory() as place:
-        with RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder:
-            run(job.experiment, job.options, folder, [Clock()])
+    with (
+        tempfile.TemporaryDirectory() as place,
+        RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder,
+    ):
+        run(job.experiment, job.options, folder, [Clock()])
     return clocked(Clock.ends)
 
 

@@ -101,7 +101,7 @@ def library(rounds: int, checkpoint: int = 0, peak: bool = False) -> dict[str, f
     }
 
     class Clock(Observer):
-        ends: list[float] = []  # noqa: RUF012 - one clock per process
+        ends: list[float] = []  # one clock per process
 
         def round_done(self, row: Any) -> None:
             self.ends.append(time.perf_counter())
@@ -112,9 +112,12 @@ def library(rounds: int, checkpoint: int = 0, peak: bool = False) -> dict[str, f
     experiment = job.experiment
     method = replace(experiment.method, local=replace(experiment.method.local, epochs=0))
     experiment = replace(experiment, method=method)
-    with tempfile.TemporaryDirectory() as place, Peak() if peak else nullcontext() as watched:
-        with RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder:
-            run(experiment, replace(job.options, checkpoint_every=checkpoint), folder, [Clock()])
+    with (
+        tempfile.TemporaryDirectory() as place,
+        Peak() if peak else nullcontext() as watched,
+        RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder,
+    ):
+        run(experiment, replace(job.options, checkpoint_every=checkpoint), folder, [Clock()])
     gaps = [after - before for before, after in zip(Clock.ends, Clock.ends[1:], strict=False)]
     return {"seconds": median(gaps), "peak_models": watched.top / MODEL_MB if peak else 0.0}
 
@@ -148,7 +151,10 @@ def main() -> None:
         "peak_models": median(one["peak_models"] for one in found["library, memory"]),
         "checkpoint_seconds": median(b["seconds"] - a["seconds"] for a, b in zip(ours, saved, strict=True)),
     }
-    rows = [("runner", "s/round"), *((name, f"{median(r['seconds'] for r in runs):.3f}") for name, runs in found.items())]
+    rows = [
+        ("runner", "s/round"),
+        *((name, f"{median(r['seconds'] for r in runs):.3f}") for name, runs in found.items()),
+    ]
     show(f"median of {options.pairs} interleaved runs of {options.rounds} rounds", rows, result, options.json)
     if not options.json:
         print({name: round(value, 3) for name, value in result.items()})

@@ -44,16 +44,18 @@ def one(clients: int, rounds: int) -> dict[str, float]:
     }
 
     class Clock(Observer):
-        ends: list[tuple[float, float]] = []  # noqa: RUF012 - one clock per process
+        ends: list[tuple[float, float]] = []  # one clock per process
 
         def round_done(self, row: Any) -> None:
             self.ends.append((time.perf_counter(), memory_mb()))
 
     began = time.perf_counter()
     job = build(resolve(tree), data=data)
-    with tempfile.TemporaryDirectory() as place:
-        with RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder:
-            run(job.experiment, job.options, folder, [Clock()])
+    with (
+        tempfile.TemporaryDirectory() as place,
+        RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder,
+    ):
+        run(job.experiment, job.options, folder, [Clock()])
     ends = Clock.ends
     return {
         "seconds": (ends[-1][0] - ends[4][0]) / (len(ends) - 5),

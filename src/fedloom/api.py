@@ -92,7 +92,8 @@ def run(
     `(x, y)`, `(x_train, y_train, x_test, y_test)`, a torch dataset or a pair of them. model: a name, a mapping of
     the section, a module (a classifier giving logits [batch, classes], or a backbone with `num_features` giving
     features), or a function that makes one. out: folder, by default `runs/<recipe>/<time>-<id>`. overrides: sections
-    of the configuration (`training={"rounds": 1}`) and `seed`. Raises `FedloomError` with one sentence.
+    of the configuration (`training={"rounds": 1}`), dotted keys (`**{"training.rounds": 1}`) and `seed`. Raises
+    `FedloomError` with one sentence.
     """
     name, config, own_data, own_model = configure(
         recipe_or_config, method=method, data=data, model=model, engine=engine, **overrides

@@ -69,7 +69,6 @@ def export_onnx(folder: Path, out: Path) -> tuple[Path, str]:
                 input_names=["x"],
                 output_names=["scores"],
                 dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
-                custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
                 verbose=False,
             )
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -80,14 +79,6 @@ def export_onnx(folder: Path, out: Path) -> tuple[Path, str]:
         reason = str(error.__cause__ or error).strip().split("\n")[0].split(" See the stack trace")[0]
         raise ConfigError(f"this method cannot be exported to ONNX ({reason}); use --format safetensors") from error
     return out, _check(graph, served, out)
-
-
-def _stable_sort(x: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
-    """`torch.sort(x, stable=True)`, which the exporter lacks; ONNX's TopK puts the lower of equal indices first."""
-    from onnxscript import opset18 as op
-
-    size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
-    return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
 
 
 def _check(graph: nn.Module, served: Served, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""ONNX export of both kinds of prediction: plain logits, and a gate with a stable sort."""
+"""ONNX export of both kinds of prediction: plain logits, and a gate over experts."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from fedloom.core import Method, Stage, Trip
-from fedloom.core.method import describe
-from toys.federation import experiment, method_of
+from toys.federation import experiment
 
 
 def test_the_base_has_one_train_exchange_per_round():
@@ -25,11 +22,3 @@ def test_class_rows_and_initial_state_come_from_the_network():
     ctx = whole.context(whole.net(), 0)
     assert whole.method.class_rows(ctx) == {("params", "head.weight"): 0, ("params", "head.bias"): 0}
     assert set(whole.method.init_server(ctx)) == {"params", "buffers"}
-
-
-def test_describe_is_plain_and_complete():
-    told = describe(method_of("fedloom.methods.fedprox:fedprox", mu=0.3))
-    json.dumps(told)
-    assert told["method"] == "FedAvg" and told["local"]["optimizer"]["lr"] == 0.1
-    assert [term["part"] for term in told["local"]["terms"]] == ["CrossEntropy", "Proximal"]
-    assert told["local"]["terms"][1]["mu"] == 0.3

@@ -84,6 +84,21 @@ def overrides(pairs: Iterable[str]) -> dict[str, Any]:
     return layer
 
 
+def nested(layer: Layer) -> dict[str, Any]:
+    """Write dotted keys out: `{"a.b": 1}` is `{"a": {"b": 1}}`. Of a key given twice the last one wins."""
+    found: dict[str, Any] = {}
+    for key, value in layer.items():
+        parts = key.split(".")
+        if not all(parts):
+            raise ConfigError(f"'{key}' is no key of the configuration; a dotted key reads as in training.rounds")
+        for part in reversed(parts[1:]):
+            value = {part: value}
+        if parts[0] == "method" and isinstance(value, str):
+            value = {"name": value}
+        found = merge(found, {parts[0]: value})
+    return found
+
+
 def _put(layer: dict[str, Any], parts: list[str], value: Any) -> None:
     if parts[0] == "method" and isinstance(layer.get("method"), str) and len(parts) > 1:
         layer["method"] = {"name": layer["method"]}

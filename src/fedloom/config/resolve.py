@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedloom.config.layers import Layer, find, merge, method_hint
+from fedloom.config.layers import Layer, find, merge, method_hint, nested
 from fedloom.config.options import complete, plain
 from fedloom.config.sections import Config
 from fedloom.config.words import explain
@@ -55,8 +55,7 @@ def _texts(layer: Layer) -> dict[str, Any]:
     bad = next((k for k in layer if not isinstance(k, str)), None)
     if bad is not None:
         raise ConfigError(f"keys of the configuration must be text, got {bad!r}")
-    method = layer.get("method")
-    return {**layer, "method": {"name": method}} if isinstance(method, str) else dict(layer)
+    return nested(layer)
 
 
 def _refuse_unknown_sections(merged: Layer) -> None:

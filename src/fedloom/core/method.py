@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -156,17 +156,3 @@ class DataPlan(Protocol):
     def fingerprint(self) -> str:
         """Hash of the data and of every assignment, for the record of a run."""
         ...
-
-
-def describe(method: Method) -> dict[str, Any]:
-    """Hyper-parameters and parts of a method as nested plain values, for logs."""
-    from dataclasses import fields, is_dataclass
-
-    def plain(value: Any) -> Any:
-        if is_dataclass(value) and not isinstance(value, type):
-            return {"part": type(value).__name__} | {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-        if isinstance(value, tuple | list):
-            return [plain(v) for v in value]
-        return value if isinstance(value, int | float | str | bool | None) else getattr(value, "__name__", repr(value))
-
-    return {"method": type(method).__name__, **{f.name: plain(getattr(method, f.name)) for f in fields(method)}}

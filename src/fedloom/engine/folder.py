@@ -27,11 +27,14 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any], env: Mapping[str, Any]) -> RunFolder:
-        """Make a new run folder; `ConfigError` when it exists and is not empty or cannot be written."""
+        """Make a new run folder; `ConfigError` when it exists and is not empty or cannot be written.
+
+        What a run leaves that was killed before its config.yaml was written counts for nothing.
+        """
         path = Path(path).expanduser().absolute()
         if path.exists() and not path.is_dir():
             raise ConfigError(f"out is {path}, which is a file; name a folder that does not exist yet")
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and not all(_left_by_a_start(entry) for entry in path.iterdir()):
             mend = "name another folder, or continue it with `fedloom resume`"
             raise ConfigError(f"out is {path}, which is not empty; {mend}")
         try:
@@ -41,6 +44,8 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"out is {path}, which cannot be written: {error.strerror}") from error
         folder = cls(path)
+        for left in path.glob(".*.tmp"):
+            left.unlink()
         write_json(path / "env.json", env)
         write_bytes(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).encode())
         return folder
@@ -102,6 +107,11 @@ class RunFolder:
                 (self.path / old).unlink(missing_ok=True)
         if name is not None:
             write_bytes(self.path / name, f"{text}\n".encode())
+
+
+def _left_by_a_start(entry: Path) -> bool:
+    """Whether a run that was killed before its config.yaml was written may have left this."""
+    return entry.name in (".lock", "env.json") or (entry.name.startswith(".") and entry.suffix == ".tmp")
 
 
 def _lock(path: Path) -> IO[str] | None:

@@ -56,6 +56,7 @@ class Loop:
         self.checkpoints = Checkpoints(folder.path, options.checkpoint_keep, options.config_hash)
         self.stop = threading.Event()
         self.saved: tuple[int, int] | None = None
+        self.told: set[tuple[ClientId | None, str]] = set()
 
     def run(self) -> dict[str, Any]:
         """Every stage, then the result."""
@@ -133,10 +134,12 @@ class Loop:
         exchange = self.force.runtime.exchanges[trip.exchange]
         work = [self._work(stage, k, trip, client) for client in self.experiment.draw(stage, trip.round, trip.who)]
         rows = self.experiment.method.class_rows(self.context(stage, trip))
-        seen = self.experiment.plan.stage(stage).seen
+        seen, sent = self.experiment.plan.stage(stage).seen, dict[ClientId | None, int]()
 
         def down(client: ClientId | None) -> Payload:
-            return exchange.send(self.server, client, self.context(stage, trip, client))
+            payload = exchange.send(self.server, client, self.context(stage, trip, client))
+            sent[client] = nbytes(payload, rows, seen)
+            return payload
 
         answers = self._answers(work, down, began)
         failures = [answer for answer in answers if isinstance(answer, Failed)]
@@ -145,16 +148,16 @@ class Loop:
         accepted = [answer for answer in done if self._acceptable(answer, stage, trip)]
         versions = {item.client: item.version for item in work}
         up = sum(_size(answer.ref, rows, len(seen)) for answer in done)
-        sent = sum(nbytes(down(item.client), rows, seen) for item in work)
+        gone = sum(sent.values())
         merged = self._absorb(accepted, exchange.absorb, stage, trip)
         self.reader.forget()
         progress.versions |= {a.client: versions[a.client] for a in accepted if a.stored}
         progress.served = sorted({*progress.served, *(answer.client for answer in accepted)})
         rejected, seconds = len(done) - len(accepted), time.perf_counter() - began
-        _count(progress, trip, up, sent, rejected, len(failures), not merged, seconds)
+        _count(progress, trip, up, gone, rejected, len(failures), not merged, seconds)
         row = {"stage": stage, "round": trip.round, "exchange": trip.exchange, "scope": "round", "clients": len(work)}
         row |= {"failed": len(failures), "rejected": rejected, "degraded": not merged}
-        return row | {"bytes_up": up, "bytes_down": sent, "seconds": seconds} | _means(accepted)
+        return row | {"bytes_up": up, "bytes_down": gone, "seconds": seconds} | _means(accepted)
 
     def _work(self, stage: int, k: int, trip: Trip, client: ClientId) -> Work:
         version = version_of(stage, k, trip.exchange)
@@ -185,8 +188,10 @@ class Loop:
 
     def _report(self, failures: Sequence[Failed], stage: int, trip: Trip, asked: int) -> None:
         for failure in failures:
-            where = self._where(failure.client, stage, trip)
-            self.note(f"{where} failed: {failure.reason}")
+            where, cause = self._where(failure.client, stage, trip), (failure.client, failure.reason)
+            tell = self.folder.log if cause in self.told else self.note  # once is enough on the screen
+            tell(f"{where} failed: {failure.reason}")
+            self.told.add(cause)
             self.folder.log(failure.trace)
             if failure.fatal:
                 raise RunError(failure.reason)

@@ -102,7 +102,7 @@ class Runtime:
         except RunError as error:  # a full disk, say: the run cannot go on, whoever was at work
             return Failed(instruction.client, str(error), traceback.format_exc(), fatal=True)
         except Exception as error:
-            return Failed(instruction.client, f"{type(error).__name__}: {error}", traceback.format_exc())
+            return Failed(instruction.client, _reason(error), traceback.format_exc())
 
     def _work(self, todo: Work, down: Payload) -> Done:
         began = time.perf_counter()
@@ -142,6 +142,15 @@ class Runtime:
                 scores = self.experiment.method.predict(down, state, batch.x, ctx).detach().cpu()
                 counts += count_correct(scores, batch.y, plan.tasks, seen=ctx.stage.seen, num_classes=plan.num_classes)
         return Measured(todo.client, todo.task, counts)
+
+
+def _reason(error: Exception) -> str:
+    if "more than 1 value per channel" in str(error):  # torch's words for a batch that has no variance
+        return (
+            "batch normalisation cannot train on a batch of one example; set partition.min_size and "
+            "training.batch_size to 2 or more, or take a model with group normalisation, such as resnet8_gn"
+        )
+    return f"{type(error).__name__}: {error}"
 
 
 @contextmanager

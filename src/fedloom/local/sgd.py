@@ -148,9 +148,8 @@ class _Stepper:
 
     def __call__(self, ref: Mapping[str, Any]) -> None:
         grads = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.moving.items()}
-        for (
-            held
-        ) in self.frozen:  # a term may reach rows that the network does not have yet (scope "all", an L2 penalty)
+        # A term may reach rows that the network does not have yet (scope "all", an L2 penalty).
+        for held in self.frozen:
             grads[held.name].index_fill_(held.dim, held.rows, 0)
         for transform in self.loop.transforms:
             grads = dict(transform(grads, self.moving, ref))

@@ -24,18 +24,22 @@ Decisions where the paper is silent:
 - Rows of classes that have not arrived have x = y and c = c_i = 0, so they stay zero by the equations themselves.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Gt
 
-from fedloom.core import ConfigError, Method, Update
-from fedloom.core.tree import add, axpy, scale, sub, zeros_like
+from fedloom.core import Batches, ClientId, ConfigError, Context, Method, Payload, Reply, Update
+from fedloom.core.payload import ClassRows
+from fedloom.core.tree import Tensors, add, axpy, scale, sub, zeros_like
 from fedloom.local import SGD, LocalSGD
 from fedloom.merge.mean import replies_mean
 
-PRESETS = {"paper": {"server_lr": 1.0}}
+PRESETS: dict[str, dict[str, Any]] = {"paper": {"server_lr": 1.0}}
 MODEL = ("params", "buffers")
 SHARED = (*MODEL, "control")  # down: x and c; up: y_i and the change of c_i
 
@@ -44,13 +48,14 @@ SHARED = (*MODEL, "control")  # down: x and c; up: y_i and the change of c_i
 class Correction:
     """A gradient transform: g + (c - c_i), with c - c_i in `ref["correction"]` (name -> tensor like the parameter)."""
 
-    needs: ClassVar = ("correction",)
+    needs: ClassVar[tuple[str, ...]] = ("correction",)
 
-    def __call__(self, grads, params, ref):
+    def __call__(self, grads: Tensors, params: Tensors, ref: Mapping[str, Any]) -> Tensors:
+        """The corrected gradients."""
         return add(grads, {name: ref["correction"][name] for name in grads})
 
 
-def total_rate(local: LocalSGD, ctx, steps: int) -> float:
+def total_rate(local: LocalSGD, ctx: Context, steps: int) -> float:
     """The total rate with which `steps` gradients enter the model: a constant gradient g moves it by -total_rate g.
 
     Without momentum it is the sum of the learning rates. `reach` is 1 + m + m^2 + ..., what step t applies of g.
@@ -63,7 +68,7 @@ def total_rate(local: LocalSGD, ctx, steps: int) -> float:
     return total
 
 
-def refreshed(own, correction, start, end, rate: float):
+def refreshed(own: Tensors, correction: Tensors, start: Tensors, end: Tensors, rate: float) -> Tensors:
     """Option II: c_i+ = c_i - c + (x - y) / rate, and c_i itself where the rate is 0.
 
     `own` is c_i, `correction` c - c_i, `start` x and `end` y: name -> tensor, with the same names and shapes.
@@ -77,29 +82,33 @@ class Scaffold(Method):
 
     local: LocalSGD
     server_lr: float = 1.0
-    reveals: ClassVar = {
+    reveals: ClassVar[Mapping[str, str]] = {
         "params": "a model trained on the client's data",
         "buffers": "activation statistics of the client's data",
         "control": "the change, since its last round, of the mean gradient of the client's loss",
     }
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.local.optimizer, SGD):
             raise ConfigError(f"scaffold needs training.optimizer.name: sgd, got {type(self.local.optimizer).__name__}")
         if self.local.phases:
             raise ConfigError("scaffold trains every parameter in every step: it cannot train in phases")
 
-    def init_server(self, ctx):
+    def init_server(self, ctx: Context) -> Payload:
+        """The model, and c = 0."""
         state = ctx.init_state()
         return {**state, "control": zeros_like(state["params"])}
 
-    def init_client(self, ctx):
+    def init_client(self, ctx: Context) -> Payload:
+        """c_i = 0."""
         return {"control": zeros_like(ctx.init_state()["params"])}
 
-    def send(self, server, client, ctx):
+    def send(self, server: Payload, client: ClientId | None, ctx: Context) -> Payload:
+        """The model and c; the global view, used to predict and to export, is the model alone."""
         return {field: server[field] for field in (MODEL if client is None else SHARED)}
 
-    def client_update(self, down, state, data, ctx):
+    def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
+        """Train with corrected gradients; upload the model and c_i+ - c_i, keep c_i+."""
         correction = sub(down["control"], state["control"])
         end = self.local(down, data, ctx, ref={"correction": correction})
         rate = total_rate(self.local, ctx, end.steps)
@@ -107,14 +116,15 @@ class Scaffold(Method):
         up = {"params": end.params, "buffers": end.buffers, "control": sub(own, state["control"])}
         return Update({"control": own}, up, metrics=end.metrics)
 
-    def server_update(self, server, replies, ctx):
+    def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         """x + eta_g mean(y_i - x), by a lerp that is exact for eta_g = 1, and c + (|S| / N) mean(c_i+ - c_i)."""
         mean = {field: replies_mean(replies, field, server[field], uniform=True) for field in SHARED}
         params = {name: torch.lerp(old, mean["params"][name], self.server_lr) for name, old in server["params"].items()}
         control = axpy(len(replies) / ctx.num_clients, mean["control"], server["control"])
         return {**server, "params": params, "buffers": mean["buffers"], "control": control}
 
-    def class_rows(self, ctx):
+    def class_rows(self, ctx: Context) -> ClassRows:
+        """c and c_i have the class rows of the parameters."""
         return {**super().class_rows(ctx), **{("control", name): dim for name, dim in ctx.class_rows.items()}}
 
 
