@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,8 @@ def test_the_same_run_from_a_mapping_a_file_and_its_own_config(tmp_path: Path) -
     hashes = {json.loads((r.folder / "env.json").read_text())["config_hash"] for r in (first, second, third)}
     assert len(hashes) == 1
     assert len({r.summary["state_sha256"] for r in (first, second, third)}) == 1
+    timeless = [[{k: v for k, v in row.items() if k != "seconds"} for row in r.metrics] for r in (first, third)]
+    assert timeless[0] == timeless[1] and timeless[0]
     other = fedloom.run(DIGITS, seed=1, out=tmp_path / "d")
     assert other.summary["state_sha256"] != first.summary["state_sha256"]
 
@@ -90,6 +93,24 @@ def test_own_arrays_predict(tmp_path: Path) -> None:
         done.predict(x[:, :2])
     with pytest.raises(fedloom.FedloomError, match="inputs are empty"):
         done.predict(x[:0])
+
+
+def test_own_arrays_need_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a connection was tried")
+
+    for name in ("connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    x, y = blobs(60)
+    done = fedloom.run(SMALL, data=(x[y < 2], y[y < 2]), stream={"kind": "static"}, out=tmp_path / "run")
+    assert done.summary["final_accuracy"] > 0.5 and (done.folder / "DONE").exists()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_dotted_keys_are_those_of_the_command_line(tmp_path: Path) -> None:
+    done = fedloom.run(DIGITS, **{"training.rounds": 2, "method.uniform": True}, out=tmp_path / "run")
+    assert done.summary["rounds"] == 4
+    assert yaml.safe_load((done.folder / "config.yaml").read_text())["method"]["uniform"] is True
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -131,6 +131,30 @@ def test_a_key_given_twice_takes_the_last_value() -> None:
     assert resolve(overrides(["seed=1", "seed=2"])).seed == 2
 
 
+def test_dotted_keys_work_from_python() -> None:
+    tree = resolve({"training.rounds": 1, "training": {"batch_size": 4}, "training.optimizer.lr": 0.5})
+    assert (tree.training.rounds, tree.training.batch_size, tree.training.optimizer.lr) == (1, 4, 0.5)
+    assert resolve({"method.mu": 0.5, "method": "fedprox"}).method["mu"] == 0.5
+    assert resolve({"method": "fedprox", "method.mu": 0.5}).method["mu"] == 0.5
+    assert resolve({"training": {"rounds": 2}}, {"training.rounds": 3}).training.rounds == 3
+    low = {"training.rounds": 1, "training": {"rounds": 2}}
+    assert resolve(low).training.rounds == 2 and list(low) == ["training.rounds", "training"]
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("training.roundz", "unknown key 'training.roundz'. Did you mean 'training.rounds'?"),
+        ("fedprx.mu", "unknown key 'fedprx.mu'. Did you mean 'fedprox.mu'?"),
+        ("training..rounds", "'training..rounds' is no key of the configuration"),
+    ],
+)
+def test_wrong_dotted_keys(key: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({key: 1})
+    assert sentence in str(caught.value)
+
+
 @pytest.mark.parametrize("pair", ["seed", "=1", "a..b=1", ".seed=1"])
 def test_overrides_need_a_key_and_a_value(pair: str) -> None:
     with pytest.raises(ConfigError, match="--set takes key=value"):

@@ -141,13 +141,13 @@ print(json.dumps(sorted(set({heavy}) & (set(sys.modules) - before))))
     assert json.loads(python(code)) == []
 
 
-def test_a_run_needs_neither_flower_nor_ray():
+def test_a_run_needs_no_flower_no_ray_and_no_tracker():
     code = """
 import sys, tempfile
 from pathlib import Path
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("flwr", "ray"):
+        if name.split(".")[0] in ("flwr", "ray", "wandb", "mlflow", "tensorboard"):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, sys.argv[1])

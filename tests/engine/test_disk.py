@@ -165,6 +165,21 @@ def test_run_folders_are_checked(tmp_path: Path):
         assert not (folder.path / "DONE").exists()
 
 
+def test_what_a_start_that_was_killed_leaves_is_no_run(tmp_path: Path):
+    path = tmp_path / "run"
+    path.mkdir()
+    for name in (".lock", "env.json", ".env.json.77.tmp", ".config.yaml.77.tmp"):
+        (path / name).write_text("old")
+    with RunFolder.create(path, {"a": 1}, {"x": 1}):
+        assert sorted(p.name for p in path.iterdir()) == [".lock", "config.yaml", "env.json"]
+        assert (path / "env.json").read_text() != "old"
+        with pytest.raises(ConfigError, match="is not empty"):
+            RunFolder.create(path, {}, {})
+        (path / "config.yaml").unlink()
+        with pytest.raises(ConfigError, match="in use by another run"):
+            RunFolder.create(path, {}, {})
+
+
 def test_rewinding_never_makes_the_records_longer(tmp_path: Path):
     with RunFolder.create(tmp_path / "run", {}, {}) as folder:
         folder.rewind(10)

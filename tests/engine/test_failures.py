@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,36 @@ def test_a_bad_update_is_rejected_by_name_and_changes_nothing_else(kind: str, wo
         start(tmp_path / "fail", faulty(Fault(kind, 1, 1, 1)), on_client_failure="fail")
 
 
+@pytest.mark.parametrize("kind", ["nan", "shape", "negative"])
+def test_a_client_whose_every_update_is_rejected(kind: str, tmp_path: Path):
+    """The run goes on as if that client had failed each time, and still evaluates it with the state it began with."""
+    got = start(tmp_path / "bad", faulty(Fault(kind, 1)))
+    failing = start(tmp_path / "raise", faulty(Fault("raise", 1)))
+    assert got["rejected_updates"] == 6 == failing["failed_clients"] and got["degraded_rounds"] == 0
+    assert got["state_sha256"] == failing["state_sha256"]
+    last = sorted((tmp_path / "bad" / "checkpoints").iterdir())[-1]
+    named = json.loads((last / "meta.json").read_text())["progress"]["versions"]
+    assert set(named) == {"0", "2", "3"}, "a rejected update leaves no client state"
+
+
+def test_a_failure_that_comes_again_is_told_once_and_logged_each_time(tmp_path: Path):
+    notes = Notes()
+    start(tmp_path / "run", faulty(Fault("raise", 1)), [notes])
+    assert [note for note in notes.notes if "client 1" in note] == [
+        "client 1 (stage 0, round 0, exchange 'train') failed: ValueError: broken on purpose"
+    ]
+    assert (tmp_path / "run" / "log.txt").read_text().count("failed: ValueError: broken on purpose") == 6
+
+
+def test_batch_normalisation_on_a_single_example_is_told_with_its_mend(tmp_path: Path):
+    notes = Notes()
+    batches_of_one = {"training": {"batch_size": 1}}
+    with pytest.raises(RunError, match="0 of 4 clients replied"):
+        start(tmp_path / "run", experiment("toys.tally:tally", options=batches_of_one, cohort=1.0), [notes])
+    words = "batch normalisation cannot train on a batch of one example; set partition.min_size and"
+    assert [words in note for note in notes.notes] == [True] * 4
+
+
 def test_an_upload_that_is_no_payload_fails_the_client(tmp_path: Path):
     notes = Notes()
     summary = start(tmp_path / "run", faulty(Fault("not_tensor", 1, 0, 0)), [notes])
@@ -161,6 +192,8 @@ def test_stages_without_participants_and_clients_without_data(tmp_path: Path):
     summary = start(tmp_path / "idle", faulty(idle=(1,)), [notes])
     assert summary["degraded_rounds"] == 3 and summary["rounds"] == 6
     assert "stage 1, round 0, exchange 'train': no update to merge, state kept" in notes.notes
+    never = start(tmp_path / "never", faulty(idle=(0, 1, 2)))
+    assert never["degraded_rounds"] == never["rounds"] + 3 and never["bytes_up"] == 0, "nobody ever takes part"
     empty = start(tmp_path / "empty", faulty(empty=(1, 3)))
     hollow = start(tmp_path / "hollow", faulty(hollow=(1, 3)))
     assert {row["clients"] for row in rows(tmp_path / "empty")} == {2}

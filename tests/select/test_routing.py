@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,43 @@ def test_marginals_by_hand():
     assert order.tolist() == [[0, 1, 2, 3]]
     assert dv[0, :3].tolist() == pytest.approx([-0.74, -0.31, -0.536667], abs=1e-6)
     assert before[0, :3].tolist() == pytest.approx([0, -0.74, -0.525], abs=1e-6)
+    chance = marginals(PHI, GAIN, COST, -math.log(10))[1]
+    assert chance[0, 0].item() == pytest.approx(1.562585, abs=1e-6)
+    assert torch.equal(chance[0, 1:], dv[0, 1:])
+
+
+def simulated(low: float, high: float, empty: float = 0.0, count: int = 4000):
+    """phi, gain and cost of four experts: uniform losses, Dirichlet shares, costs around the start; alpha = 0.6."""
+    rng = np.random.default_rng(0)
+    loss, share = rng.uniform(low, high, (count, 4)), rng.dirichlet(np.ones(4), count)
+    gain = torch.from_numpy(0.4 * share - loss)
+    cost = torch.from_numpy(0.6 * rng.uniform(0.05, 0.45, (count, 4)))
+    return shapley_values(gain, cost, empty), gain, cost
+
+
+@pytest.mark.parametrize(("low", "high", "share"), [(1.8, 2.8, 1.0), (0.3, 2.0, 0.73), (0.0, 0.1, 0.78)])
+def test_no_positive_value_is_the_normal_case(low: float, high: float, share: float):
+    phi, _, _ = simulated(low, high)
+    assert (phi <= 0).all(1).double().mean().item() == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "empty", "mu", "size", "share"),
+    [
+        (1.8, 2.8, 0.0, 0.0, 2, 1.0),
+        (1.8, 2.8, 0.0, 0.5, 4, 0.998),
+        (1.8, 2.8, 0.0, 1.0, 4, 0.998),
+        (0.3, 2.0, 0.0, 0.5, 2, 0.46),
+        (0.3, 2.0, 0.0, 0.5, 4, 0.24),
+        (1.8, 2.8, -math.log(10), 0.5, 2, 0.978),
+    ],
+)
+def test_how_many_experts_the_literal_rule_keeps(low, high, empty, mu, size, share):
+    """Early in training two or all, by mu; in the middle anything from two to four; two with v(empty) = -ln C."""
+    phi, gain, cost = simulated(low, high, empty)
+    kept = select_experts(phi, gain, cost, mu, empty).sum(1)
+    found = (kept == size).double().mean().item()
+    assert found == pytest.approx(share, abs=0.03) if share < 0.9 else found >= share
 
 
 def test_top_experts():

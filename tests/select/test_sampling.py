@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from fedloom.core import ConfigError
 from fedloom.select.sampling import cohort_size, uniform_cohort
@@ -15,6 +16,7 @@ from fedloom.select.sampling import cohort_size, uniform_cohort
         (10, 30, 10),
         (10, 0.25, 3),
         (10, 0.001, 1),
+        (5, 0.1, 1),
         (10, 1.0, 10),
         (100, 0.07, 7),
         (100, 0.2, 20),
@@ -29,6 +31,13 @@ def test_sizes(available, size, count):
 def test_bad_sizes(size):
     with pytest.raises(ConfigError, match=r"training.cohort"):
         cohort_size(10, size)
+
+
+def test_neither_other_draws_nor_the_order_of_rounds_change_a_cohort():
+    first = [uniform_cohort(range(10), 3, 0, "cohort", r) for r in range(5)]
+    torch.rand(7)
+    again = [uniform_cohort(list(range(10)), 3, 0, "cohort", r) for r in reversed(range(5))]
+    assert first == again[::-1] and len({tuple(drawn) for drawn in first}) > 1
 
 
 def test_cohorts_are_sorted_distinct_members():

@@ -1,0 +1,148 @@
+"""Every declared option of every method changes what a run gives, or says here why it does nothing by itself."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple
+
+import pytest
+from pydantic import ValidationError
+
+import fedloom.methods
+from fedloom.config.options import schema
+from fedloom.core import ConfigError
+from toys.federation import experiment
+from toys.running import rows, start
+
+PLAN = {"num_clients": 3, "num_stages": 2, "rounds": 2, "per_class": 20, "cohort": 1.0}
+SAME = ("params_sha256", "state_sha256", "bytes_up", "bytes_down")
+
+
+class Inert(NamedTuple):
+    """Why an option does nothing next to the defaults, and options among which it matters."""
+
+    reason: str
+    among: dict[str, Any]
+
+
+# (method, option, value); the value "*" stands for every alternative.
+INERT: dict[tuple[str, str, Any], Inert] = {
+    ("fedfmx", "fisher_squash", "identity"): Inert(
+        "refused with z-scores, which are negative for some entries", {"fisher_scale": "trace"}
+    ),
+    ("fedfmx", "fisher_samples", "all"): Inert(
+        "early in training the literal rule keeps every expert active for every sample", {"stop": 2}
+    ),
+    ("fedfmx", "stop", "abs"): Inert("early in training both rules keep every expert at mu = 0.5", {"mu": 0.0}),
+}
+
+
+class Flip(NamedTuple):
+    """One option of one method at another value than its default."""
+
+    method: str
+    option: str
+    value: Any
+
+    @property
+    def inert(self) -> Inert | None:
+        found = INERT.get((self.method, self.option, self.value))
+        return found or INERT.get((self.method, self.option, "*"))
+
+
+def alternatives(name: str, option: str) -> list[Any]:
+    """Other valid values of an option: every word of a choice, the other boolean, one of every other type."""
+    model = schema(name)
+    field = model.model_fields[option]
+    members = _members(field.annotation)
+    found: list[Any] = [w for m in members if typing.get_origin(m) is Literal for w in typing.get_args(m)]
+    kinds = {typing.get_origin(m) or m for m in members}
+    default = field.default if not isinstance(field.default, bool | str | tuple) else 0
+    if bool in kinds:
+        found.append(not field.default)
+    if int in kinds:
+        found.append(_first_valid(model, option, [default + 1, default - 1]))
+    if float in kinds:
+        found.append(_first_valid(model, option, [default / 2 or 0.25, 2.0 * default + 1, 1.0]))
+    if tuple in kinds:
+        found.append((5,))
+    return [value for value in found if value != field.default]
+
+
+def _members(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) is typing.Annotated:
+        return _members(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        return [m for arg in typing.get_args(hint) for m in _members(arg)]
+    return [hint]
+
+
+def _first_valid(model: Any, option: str, values: list[Any]) -> Any:
+    for value in values:
+        try:
+            model.model_validate({option: value})
+        except ValidationError:
+            continue
+        return value
+    raise AssertionError(f"no valid value of {option} among {values}")
+
+
+@functools.cache
+def flips() -> list[Flip]:
+    """Every alternative of every option of every method, presets aside."""
+    names = fedloom.methods.names()
+    return [Flip(n, o, v) for n in names for o in schema(n).model_fields for v in alternatives(n, o)]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory):
+    """What a run of a method with some options gave: hashes, byte counts and rows of metrics; None if refused."""
+
+    @functools.cache
+    def of(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[Any, ...] | None:
+        folder: Path = tmp_path_factory.mktemp("run")
+        try:
+            whole = experiment(f"fedloom.methods.{name}:{name}", options=dict(options), **PLAN)
+        except ConfigError:
+            return None
+        summary = start(folder, whole, checkpoint_every=0)
+        return (*(summary[key] for key in SAME), str(rows(folder)), str(rows(folder, "stage")))
+
+    return lambda name, options: of(name, tuple(sorted(options.items())))
+
+
+@pytest.mark.parametrize("flip", flips(), ids=lambda f: f"{f.method}-{f.option}={f.value}")
+def test_every_option_does_something(flip: Flip, outcome):
+    changed = {flip.option: flip.value}
+    alone = outcome(flip.method, changed) not in (None, outcome(flip.method, {}))
+    if flip.inert is None:
+        assert alone, "the option does nothing: mend it, or list here why and where it matters"
+        return
+    assert not alone, f"the option is listed as inert ({flip.inert.reason}), but it is not"
+    among = flip.inert.among
+    assert outcome(flip.method, {**among, **changed}) not in (None, outcome(flip.method, among)), flip.inert.reason
+
+
+@pytest.mark.parametrize("name", fedloom.methods.names())
+def test_every_preset_does_something(name: str, outcome):
+    """`paper` may equal the defaults; every other preset exists because a release differs."""
+    presets = fedloom.methods.presets(name)
+    assert "paper" in presets
+    given = [outcome(name, options) for options in presets.values()]
+    assert len(set(given)) == len(given)
+
+
+def test_what_is_listed_as_inert_exists():
+    known = {(flip.method, flip.option) for flip in flips()}
+    assert {(method, option) for method, option, _ in INERT} <= known
+    assert all(inert.reason and inert.among for inert in INERT.values())
+
+
+def test_alternatives_cover_every_kind():
+    assert alternatives("fedfmx", "body") == ["identity", (5,)]
+    assert alternatives("fedfmx", "stop") == ["exclude_trigger", "abs", 1]
+    assert alternatives("fedfmx", "empty_value") == ["chance", 0.25]
+    assert alternatives("fedfmx", "rho") == [0.475] and alternatives("fedavg", "uniform") == [True]
