@@ -20,9 +20,16 @@ PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 
 def call(*command: object) -> None:
     """Run a command in the project's folder; its failure is ours."""
-    code = subprocess.run([str(part) for part in command], cwd=ROOT).returncode
+    process = subprocess.Popen([str(part) for part in command], cwd=ROOT)
+    stopped = False
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:  # Ctrl-C has reached the command too, which ends in its own time
+            stopped = True
     if code:
-        sys.exit(code)
+        sys.exit(130 if stopped or code == -2 else code)
 
 
 def install(extra: str) -> None:
@@ -63,4 +70,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)

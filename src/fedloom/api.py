@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
+import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom import __version__
 from fedloom.build import Built, build
 from fedloom.config import Config, resolve, resolve_source
-from fedloom.core.errors import CheckpointError, FedloomError, Interrupted, RunError
+from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, Interrupted, RunError, origin
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,6 +86,7 @@ def run(
     out: str | Path | None = None,
     engine: str | Mapping[str, Any] | None = None,
     observers: Sequence[Observer] = (),
+    verbose: bool | None = None,
     **overrides: Any,
 ) -> Run:
     """Train, evaluate and write a run folder.
@@ -91,15 +95,20 @@ def run(
     method: a name, or a mapping with `name` and options. data: a name, a mapping of the section, or arrays
     `(x, y)`, `(x_train, y_train, x_test, y_test)`, a torch dataset or a pair of them. model: a name, a mapping of
     the section, a module (a classifier giving logits [batch, classes], or a backbone with `num_features` giving
-    features), or a function that makes one. out: folder, by default `runs/<recipe>/<time>-<id>`. overrides: sections
-    of the configuration (`training={"rounds": 1}`), dotted keys (`**{"training.rounds": 1}`) and `seed`. Raises
-    `FedloomError` with one sentence.
+    features), or a function that makes one. out: folder, by default `runs/<recipe>/<time>-<id>`. verbose: a line per
+    round on stderr; None does so in a terminal and in a notebook. overrides: sections of the configuration
+    (`training={"rounds": 1}`), dotted keys (`**{"training.rounds": 1}`) and `seed`. Raises `FedloomError` with one
+    sentence.
     """
     name, config, own_data, own_model = configure(
         recipe_or_config, method=method, data=data, model=model, engine=engine, **overrides
     )
     built = build(config, data=own_data, model=own_model)
-    return start(built, Path(out) if out is not None else new_folder(name), observers, own_model)
+    from fedloom.progress import Lines, quiet_by_default
+
+    if verbose or (verbose is None and not quiet_by_default()):
+        observers = [*observers, Lines()]
+    return start(built, _path("out", out) if out is not None else new_folder(name), observers, own_model)
 
 
 def configure(
@@ -115,8 +124,12 @@ def configure(
     if recipe_or_config is None and data is None:
         recipe_or_config = "quickstart"
     name, base = resolve_source(str(recipe_or_config) if isinstance(recipe_or_config, Path) else recipe_or_config)
+    if recipe_or_config is None and data is not None:
+        name = "own-data"
     layer = dict(overrides)
     for section, value in (("method", method), ("data", data), ("model", model), ("engine", engine)):
+        if section in ("method", "engine") and not isinstance(value, str | Mapping | None):
+            raise ConfigError(f"{section} must be a name or a mapping of the section, got a {type(value).__name__}")
         if isinstance(value, str):
             layer[section] = {"name": value}
         elif isinstance(value, Mapping):
@@ -135,14 +148,53 @@ def start(built: Built, out: Path, observers: Sequence[Observer] = (), model: An
     """Make the run folder and carry the run out."""
     from fedloom.engine.files import write_json
     from fedloom.engine.folder import RunFolder
+    from fedloom.engine.serial import recipe
     from fedloom.environment import environment
 
-    with RunFolder.create(out, built.config.as_dict(), environment(built)) as folder:
+    recipe(built.experiment, built.options.workers)
+    with _gone_unless_begun(out) as watch, RunFolder.create(out, built.config.as_dict(), environment(built)) as folder:
         write_json(folder.path / "partition.json", built.experiment.plan.describe())
         folder.log(f"fedloom {__version__}, configuration {built.hash}")
         for note in built.experiment.plan.notes:
             _note(folder, observers, note)
-        return Run(folder.path, _carry_out(built, folder, observers), model)
+        return Run(folder.path, _carry_out(built, folder, [*observers, watch]), model)
+
+
+@contextmanager
+def _gone_unless_begun(out: Path) -> Iterator[Observer]:
+    """Remove the folders that are new here when a run is refused before a client has worked.
+
+    Yields the observer that notices the first client.
+    """
+    from fedloom.engine.experiment import Observer
+
+    class Watch(Observer):
+        begun = False
+
+        def client_done(self, done: int, total: int) -> None:
+            self.begun = True
+
+    out = out.expanduser().absolute()
+    new = [path for path in (out, *out.parents) if not path.exists()]
+    watch = Watch()
+    try:
+        yield watch
+    except FedloomError as error:
+        if error.exit_code == ConfigError.exit_code and not watch.begun and new:
+            _keep_log(error, out / "log.txt")
+            shutil.rmtree(out, ignore_errors=True)
+            for path in new[1:]:
+                with suppress(OSError):  # another run has moved in
+                    path.rmdir()
+        raise
+
+
+def _keep_log(error: FedloomError, log: Path) -> None:
+    """Where the sentence points to the log of a folder that goes, keep the log elsewhere and point there."""
+    if str(log) in str(error) and log.is_file():
+        kept = Path(tempfile.mkdtemp(prefix="fedloom-")) / "log.txt"
+        shutil.copyfile(log, kept)
+        error.args = (str(error).replace(str(log), str(kept)),)
 
 
 def resume(
@@ -160,7 +212,7 @@ def resume(
     """
     from fedloom.engine.folder import RunFolder
 
-    path = Path(path)
+    path = _path("path", path)
     if not path.is_dir():
         raise CheckpointError(f"'{path}' does not exist; name the folder of a run")
     if (path / "DONE").exists() and (path / "summary.json").exists():
@@ -189,7 +241,7 @@ def _rebuilt(folder: RunFolder, workers: int | None, data: Any, model: Any) -> B
 
 def load_run(folder: str | Path, *, model: Any = None) -> Run:
     """Open a finished run. model: the user's own network, where the run was given one."""
-    path = Path(folder)
+    path = _path("folder", folder)
     if not path.is_dir():
         raise CheckpointError(f"'{path}' does not exist; name the folder of a run")
     try:
@@ -222,7 +274,8 @@ def _carry_out(built: Built, folder: RunFolder, observers: Sequence[Observer]) -
         folder.log(traceback.format_exc())
         folder.mark("FAILED", f"{type(error).__name__}: {error}")
         raise RunError(
-            f"the run failed with {type(error).__name__} ({error}); the traceback is in {folder.path / 'log.txt'}"
+            f"the run failed with {type(error).__name__}: {error} "
+            f"({origin(error)}; traceback in {folder.path / 'log.txt'})"
         ) from error
     _pictures(built, folder, observers)
     folder.mark("DONE", f"final accuracy {summary['final_accuracy']}")
@@ -295,6 +348,12 @@ def scenario(config: Config, built: Built) -> str:
     named = {k: getattr(part, k) for k in ("alpha", "alpha_q", "qli_mode", "per_client") if hasattr(part, k)}
     second = ", ".join([part.kind, *(f"{k} {v}" for k, v in named.items())])
     return f"{first}; {second}"
+
+
+def _path(name: str, value: Any) -> Path:
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"{name} must be the path of a folder, got a {type(value).__name__}")
+    return Path(value)
 
 
 def _like(found: Any, given: Any) -> Any:

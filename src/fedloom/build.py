@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.config import Config, config_hash, resolve
 from fedloom.config.options import arguments, takes_local
-from fedloom.core.errors import ConfigError, DataError, FedloomError
+from fedloom.core.errors import ConfigError, DataError, FedloomError, origin
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +114,9 @@ def method(config: Config) -> Method:
         made = factory(**given)
     except FedloomError:
         raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"method '{section['name']}' refuses its options: {error}") from error
+    except Exception as error:  # a factory is code of the user
+        where = "" if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}, {origin(error)}: "
+        raise ConfigError(f"method '{section['name']}' refuses its options: {where}{error}") from error
     if not isinstance(made, Method):
         raise ConfigError(f"method.name '{section['name']}' made a {type(made).__name__}, not a fedloom Method")
     return made

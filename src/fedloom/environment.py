@@ -64,6 +64,11 @@ def installed(package: str) -> str | None:
         return None
 
 
+def from_checkout() -> bool:
+    """Whether this package lies in a checkout of its sources."""
+    return (Path(__file__).parents[2] / "pyproject.toml").is_file()
+
+
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

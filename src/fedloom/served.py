@@ -57,10 +57,9 @@ class Served:
 
     def inputs(self, x: Any) -> Tensor:
         """Arrays or tensors as a batch of the run's input shape; `DataError` names both shapes when they differ."""
-        import numpy as np
         import torch
 
-        found = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
+        found = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.from_numpy(_array(x))
         want = tuple(self.meta["input_shape"])
         if found.dim() == len(want) and found.dim() == 3 and want[0] == 1 and tuple(found.shape[1:]) == want[1:]:
             found = found[:, None]
@@ -71,11 +70,49 @@ class Served:
             raise DataError(f"inputs have shape {list(found.shape)}, the model needs [batch, {needed}]")
         if not len(found):
             raise DataError("inputs are empty; give at least one example")
-        if self.meta["stored"] != "uint8":
-            return found.to(torch.float32)
-        if found.dtype.is_floating_point or found.min() < 0 or found.max() > 255:
-            raise DataError("the model was trained on 8-bit images; give integers from 0 to 255")
-        return found.to(torch.uint8)
+        if found.dtype.is_floating_point and not bool(found.isfinite().all()):
+            bad = int((~found.isfinite()).flatten(1).any(1).nonzero()[0])
+            kind = "NaN" if bool(found[bad].isnan().any()) else "infinite values"
+            raise DataError(f"inputs hold {kind}, the first at position {bad}; fill or drop them")
+        return _eight_bits(found) if self.meta["stored"] == "uint8" else found.to(torch.float32)
+
+
+def _eight_bits(x: Tensor) -> Tensor:
+    """Numbers as uint8; refuses what is scaled otherwise, which would be read as nearly black images."""
+    import torch
+
+    whole = not x.dtype.is_floating_point or bool((x == x.round()).all())
+    scaled = x.dtype == torch.bool or (x.dtype.is_floating_point and 0 < float(x.max()) <= 1)
+    if not whole or scaled or x.min() < 0 or x.max() > 255:
+        raise DataError(
+            "the model was trained on 8-bit images; give their values from 0 to 255 (integers, or floats that are "
+            f"whole numbers), got {_kind(x.dtype)} from {float(x.min()):.3g} to {float(x.max()):.3g}"
+        )
+    return x.to(torch.uint8)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return "booleans" if name == "bool" else "floats" if dtype.is_floating_point else "integers"
+
+
+def _array(x: Any) -> Any:
+    """Anything as an array of numbers; `DataError` for what is none."""
+    import numpy as np
+
+    if isinstance(x, str | Path):
+        raise DataError(
+            f"inputs must be an array or a tensor, got the text '{x}'; for files use `fedloom predict DIR --input {x}`"
+        )
+    try:
+        found = np.array(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"inputs must be an array or a tensor, and a {type(x).__name__} makes none ({error})") from error
+    if found.dtype.kind == "u" and found.itemsize > 1:
+        found = found.astype(np.int64)  # torch has few operations for wide unsigned integers
+    if found.dtype.kind not in "fiub":
+        raise DataError(f"inputs must be numbers in an array or a tensor, got a {type(x).__name__} of {found.dtype}")
+    return found
 
 
 def open_served(folder: Path, model: Any = None) -> Served:
@@ -145,13 +182,16 @@ def export_safetensors(folder: Path, out: Path) -> Path:
     """Write the global model as plain safetensors: the network's own tensor names, metadata as text."""
     from safetensors.torch import save_file
 
+    from fedloom.engine.files import usual_mode
+
     served = open_served(folder)
     module = module_of(served)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()}
     meta = {key: value if isinstance(value, str) else json.dumps(value) for key, value in served.meta.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, str(out), metadata=meta)
+        with usual_mode(out):
+            save_file(tensors, str(out), metadata=meta)
     except Exception as error:  # safetensors has an error class of its own for what the disk refuses
         raise ConfigError(f"cannot write '{out}' ({error}); name another file with --out") from error
     return out

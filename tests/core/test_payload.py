@@ -95,7 +95,9 @@ def test_structure_is_checked_in_words():
         "must map fields": [torch.ones(1)],
         "'p'.*must map names": {"p": torch.ones(1)},
         "'w'.*must be a tensor, got float": {"p": {"w": 1.0}},
-        "got Tensor": {1: torch.ones(1)},
+        "field's name must be text without '/', got 1": {1: {"w": torch.ones(1)}},
+        "field's name must be text without '/', got 'a/b'": {"a/b": {"w": torch.ones(1)}},
+        "field's name must be text without '/', got ''": {"": {"w": torch.ones(1)}},
     }
     for words, payload in bad.items():
         with pytest.raises(PayloadError, match=words):

@@ -241,15 +241,15 @@ def test_merge_errors_keep_their_own_words(tmp_path: Path):
 
 
 def test_means_of_client_metrics_are_weighted_and_skip_nan(tmp_path: Path):
-    from fedloom.engine.loop import _means
+    from fedloom.engine.replies import means
     from fedloom.engine.runtime import Done
 
     def done(client, weight, **metrics):
         return Done(client, None, weight, metrics, False, 0.0)
 
     answers = [done(0, 1.0, loss=1.0, odd=NAN), done(1, 99.0, loss=0.0, own=5.0)]
-    assert _means(answers) == {"train/loss": 0.01, "train/own": 5.0}
-    assert _means([done(0, 0.0, loss=1.0)]) == {}
+    assert means(answers) == {"train/loss": 0.01, "train/own": 5.0}
+    assert means([done(0, 0.0, loss=1.0)]) == {}
 
 
 def test_the_visits_of_a_client_are_kept_between_rounds(tmp_path: Path):

@@ -215,7 +215,8 @@ def test_when_every_checkpoint_is_damaged_the_run_is_refused(tmp_path: Path):
     for folder in checkpoints(path):
         truncate(folder / "server.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"every checkpoint in .* is damaged; run the configuration again"
+        CheckpointError,
+        match=r"every checkpoint of the run is damaged; run the configuration again\. .*has changed on disk",
     ) as info:
         resume(path, experiment(FAULTY))
     assert info.value.exit_code == 2

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from fedloom.cli.application import app
 from fedloom.cli.doctor import doctor
-from fedloom.cli.inspect import list_known, show_data
+from fedloom.cli.inspect import show_data
+from fedloom.cli.listing import list_known
 from fedloom.cli.train import resume, run
+from fedloom.cli.usage import Command, Settable
 from fedloom.cli.use import export, predict, report
 
-app.command("run")(run)
-app.command("resume")(resume)
-app.command("list")(list_known)
-app.command("show-data")(show_data)
-app.command("predict")(predict)
-app.command("report")(report)
-app.command("export")(export)
-app.command("doctor")(doctor)
+app.command("run", cls=Settable)(run)
+app.command("resume", cls=Command)(resume)
+app.command("list", cls=Command)(list_known)
+app.command("show-data", cls=Settable)(show_data)
+app.command("predict", cls=Command)(predict)
+app.command("report", cls=Command)(report)
+app.command("export", cls=Command)(export)
+app.command("doctor", cls=Command)(doctor)
 
 __all__ = ["app"]

@@ -64,11 +64,12 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            from fedloom.core.errors import FedloomError
+            from fedloom.core.errors import FedloomError, origin
 
             if isinstance(error, FedloomError):
                 fail(str(error), error.exit_code)
-            fail(f"{type(error).__name__}: {error} (unexpected; the traceback is in {_keep_traceback()})", 1)
+            where = f"{origin(error)}, unexpected; the traceback is in {_keep_traceback()}"
+            fail(f"{type(error).__name__}: {error} ({where})", 1)
 
     return call
 

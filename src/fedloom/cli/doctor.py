@@ -49,17 +49,18 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    from fedloom.environment import CORE, DRAWING, EXTRAS, installed
+    from fedloom.environment import CORE, DRAWING, EXTRAS, from_checkout, installed
 
     for name in (*CORE, *DRAWING):
         found = installed(name)
         missing = Finding("problem", f"{name} is missing", f"pip install {name}")
         yield Finding("ok", f"{name} {found}") if found else missing
     for extra, names in EXTRAS.items():
+        source = f"-e '.[{extra}]" if from_checkout() else f"'fedloom[{extra}]"
         have = [f"{name} {installed(name)}" for name in names if installed(name)]
         missing = [name for name in names if not installed(name)]
         if missing:
-            yield Finding("note", f"extra '{extra}': {', '.join(missing)} missing", f"pip install 'fedloom[{extra}]'")
+            yield Finding("note", f"extra '{extra}': {', '.join(missing)} missing", f"pip install {source}'")
         else:
             yield Finding("ok", f"extra '{extra}': {', '.join(have)}")
 

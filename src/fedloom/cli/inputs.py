@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ from fedloom.core.errors import DataError
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
-def read_inputs(path: Path, meta: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
+def read_inputs(
+    path: Path, meta: Mapping[str, Any], note: Callable[[str], None] = lambda text: None
+) -> tuple[list[str], np.ndarray]:
     """(label, stored input) of everything in a file or a folder of images. `DataError` says what is wrong.
 
-    meta: the model's `input_shape`, `stored` and so on; images are brought to its channels and size.
+    meta: the model's `input_shape`, `stored` and so on; images are brought to its channels and size, and `note`
+    gets a sentence about that.
     """
     if not path.exists():
         raise DataError(f"--input '{path}' does not exist")
@@ -24,10 +27,10 @@ def read_inputs(path: Path, meta: Mapping[str, Any]) -> tuple[list[str], np.ndar
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES)
         if not files:
             raise DataError(f"--input '{path}' holds no images ({', '.join(IMAGES)})")
-        return [str(p.relative_to(path)) for p in files], np.stack([_image(p, meta) for p in files])
+        return [str(p.relative_to(path)) for p in files], _images(files, meta, note)
     suffix = path.suffix.lower()
     if suffix in IMAGES:
-        return [path.name], _image(path, meta)[None]
+        return [path.name], _images([path], meta, note)
     if suffix not in (".npy", ".npz", ".csv"):
         raise DataError(f"--input '{path}' must end in .npy, .npz, .csv or one of {', '.join(IMAGES)}")
     x = _shaped(_table(path) if suffix == ".csv" else _array(path), meta, path)
@@ -61,7 +64,8 @@ def _table(path: Path) -> np.ndarray:
     bad = next((k for k, row in enumerate(rows) if len(row) != len(rows[0]) or not all(map(_is_number, row))), None)
     if bad is not None:
         raise DataError(f"--input '{path}': data row {bad} is not {len(rows[0])} numbers")
-    return np.array([[float(cell) for cell in row] for row in rows])
+    whole = all(cell.strip().lstrip("+-").isdecimal() for row in rows for cell in row)
+    return np.array([[float(cell) for cell in row] for row in rows], np.int64 if whole else np.float64)
 
 
 def _is_number(cell: str) -> bool:
@@ -83,13 +87,24 @@ def _shaped(x: np.ndarray, meta: Mapping[str, Any], path: Path) -> np.ndarray:
         x = x[None]
     if len(x) == 0:
         raise DataError(f"--input '{path}' holds no rows")
-    if meta["stored"] == "uint8" and x.dtype.kind == "f" and np.array_equal(x, np.round(x)):
-        x = x.astype(np.int64)
     return x
 
 
-def _image(path: Path, meta: Mapping[str, Any]) -> np.ndarray:
-    """An image as [channels, height, width], uint8; resized (bilinear) where its size differs from the model's."""
+def _images(files: Sequence[Path], meta: Mapping[str, Any], note: Callable[[str], None]) -> np.ndarray:
+    """Images as one batch; those that had to be changed are told once, by the first of them."""
+    read = [_image(path, meta) for path in files]
+    changed = [(path, how) for path, (_, how) in zip(files, read, strict=True) if how]
+    if changed:
+        more = f", and {len(changed) - 1} more images likewise" if len(changed) > 1 else ""
+        note(f"image '{changed[0][0]}' was {changed[0][1]} to fit the model{more}")
+    return np.stack([pixels for pixels, _ in read])
+
+
+def _image(path: Path, meta: Mapping[str, Any]) -> tuple[np.ndarray, str]:
+    """(image as [channels, height, width], uint8; how it was changed, empty for not at all).
+
+    Resized (bilinear) where its size differs from the model's.
+    """
     from PIL import Image, UnidentifiedImageError
 
     shape = tuple(meta["input_shape"])
@@ -98,10 +113,19 @@ def _image(path: Path, meta: Mapping[str, Any]) -> np.ndarray:
     modes = {1: "L", 3: "RGB", 4: "RGBA"}
     try:
         with Image.open(path) as image:
+            how = _changes(image.mode, image.size, modes[shape[0]], (shape[2], shape[1]))
             image = image.convert(modes[shape[0]])
             if image.size != (shape[2], shape[1]):
                 image = image.resize((shape[2], shape[1]), Image.Resampling.BILINEAR)
             pixels = np.asarray(image)
     except (OSError, UnidentifiedImageError) as error:
         raise DataError(f"image '{path}' cannot be read ({error})") from error
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1), how
+
+
+def _changes(mode: str, size: tuple[int, int], want_mode: str, want: tuple[int, int]) -> str:
+    words = {"1": "black and white", "L": "grey"}
+    parts = [] if mode == want_mode else [f"converted from {words.get(mode, mode)} to {words.get(want_mode, want_mode)}"]
+    if size != want:
+        parts.append(f"resized from {size[0]}x{size[1]} to {want[0]}x{want[1]}")
+    return " and ".join(parts)

@@ -1,9 +1,8 @@
-"""`list`, `show-data`, and the preview of `run --dry-run`."""
+"""`show-data`, and the preview of `run --dry-run`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,30 +14,6 @@ if TYPE_CHECKING:
     from fedloom.build import Built
 
 SHOWN = 20  # clients printed in a table; the picture and --json have more
-
-
-class Kind(StrEnum):
-    """What can be listed."""
-
-    methods = "methods"
-    datasets = "datasets"
-    models = "models"
-    recipes = "recipes"
-
-
-@guarded
-def list_known(
-    kind: Annotated[Kind, typer.Argument(help="What to list.")],
-    as_json: Json = False,
-) -> None:
-    """List methods, data sets, models or recipes."""
-    rows = {"methods": _methods, "datasets": _datasets, "models": _models, "recipes": _recipes}[kind.value]()
-    if as_json:
-        print_json({kind.value: [{"name": name, "about": about} for name, about in rows]})
-        return
-    width = max((len(name) for name, _ in rows), default=0)
-    for name, about in rows:
-        typer.echo(f"{name:<{width}}  {about}")
 
 
 @guarded
@@ -94,7 +69,7 @@ def preview(built: Built, as_json: bool) -> None:
     for note in built.experiment.plan.notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(
-        f"\n{found['parameters']:,} parameters; {found['clients_per_round']} clients a round, who are sent "
+        f"\n{found['parameters']:,} parameters; {_many(found['clients_per_round'], 'client')} a round, who are sent "
         f"{found['bytes_down_first_round']:,} bytes a round in the first stage, "
         f"{found['bytes_down_last_round']:,} in the last; "
         f"workers: {found['workers']}; configuration {found['config_hash'][:12]}"
@@ -130,17 +105,22 @@ def holdings(described: Mapping[str, Any]) -> list[str]:
     stages = described["stages"]
     clients = [str(c) for c in described["clients_listed"]][:SHOWN]
     tasks = ", ".join(f"task {k}: {_span(task)}" for k, task in enumerate(described["tasks"][:12]))
-    lines = [f"{described['data']}: {described['clients']} clients, {len(stages)} stages; {tasks}"]
+    size = f"{_many(described['clients'], 'client')}, {_many(len(stages), 'stage')}"
+    lines = [f"{described['data']}: {size}; {tasks}"]
     lines.append("client  " + "  ".join(f"{'stage ' + str(s['stage']):>14}" for s in stages[:10]))
     for client in clients:
         cells = [_cell(s["clients"].get(client)) for s in stages[:10]]
         lines.append(f"{client:>6}  " + "  ".join(f"{cell:>14}" for cell in cells))
     hidden = described["clients"] - len(clients)
     if hidden > 0:
-        lines.append(f"   ...  and {hidden} more clients")
+        lines.append(f"   ...  and {hidden} more client{'s' * (hidden > 1)}")
     if len(stages) > 10:
-        lines.append(f"   ...  and {len(stages) - 10} more stages")
+        lines.append(f"   ...  and {len(stages) - 10} more stage{'s' * (len(stages) > 11)}")
     return lines
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _cell(held: Mapping[str, Any] | None) -> str:
@@ -153,31 +133,3 @@ def _span(task: list[int]) -> str:
     if len(task) > 4 and task == list(range(task[0], task[-1] + 1)):
         return f"{task[0]}..{task[-1]}"
     return " ".join(map(str, task[:6])) + (f" (+{len(task) - 6})" if len(task) > 6 else "")
-
-
-def _methods() -> list[tuple[str, str]]:
-    from fedloom.methods import summaries
-
-    return [*summaries(), ("package.module:attribute", "a method of your own")]
-
-
-def _datasets() -> list[tuple[str, str]]:
-    from fedloom.data import catalogue
-
-    return catalogue()
-
-
-def _models() -> list[tuple[str, str]]:
-    from fedloom.models.registry import names
-
-    return [*names().items(), ("package.module:factory", "a network of your own")]
-
-
-def _recipes() -> list[tuple[str, str]]:
-    from fedloom.config.layers import RECIPES, recipe_names
-
-    rows = []
-    for name in recipe_names():
-        head = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n#\n")[0]
-        rows.append((name, " ".join(line.lstrip("# ") for line in head.splitlines())))
-    return rows

@@ -78,7 +78,7 @@ def resume(
 
 
 def _watched(work: Any, quiet: bool, verbose: bool) -> Any:
-    from fedloom.cli.progress import Live, observer
+    from fedloom.progress import Live, observer
 
     watching = observer(quiet, verbose)
     try:
@@ -89,11 +89,13 @@ def _watched(work: Any, quiet: bool, verbose: bool) -> Any:
 
 
 def _report(finished: Any, as_json: bool) -> None:
-    """Table, picture and report; with `as_json` the summary alone."""
+    """Table, picture and report; with `as_json` the summary, the folder and the report."""
     from fedloom.api import PICTURE, REPORT
 
     if as_json:
-        print_json(finished.summary)
+        folder = finished.folder.absolute()
+        page = folder / REPORT
+        print_json({**finished.summary, "folder": str(folder), "report": str(page) if page.exists() else None})
         return
     from fedloom.report import summary_table, summary_text
 

@@ -29,13 +29,17 @@ def predict(
     top: Annotated[int, typer.Option("--top", min=1, help="Classes to print per input.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Classify inputs with the global model; without task or domain."""
+    """Classify inputs with the global model; without task or domain.
+
+    Arrays hold inputs as the data set does: for a model trained on 8-bit images values from 0 to 255 (not 0 to 1),
+    for any other model numbers on the scale of its training data. Images are brought to the model's size.
+    """
     from fedloom.cli.inputs import read_inputs
     from fedloom.served import open_served
     from fedloom.served import top as best
 
     served = open_served(folder)
-    labels, x = read_inputs(source, served.meta)
+    labels, x = read_inputs(source, served.meta, lambda text: typer.echo(f"note: {text}", err=True))
     rows = [best(scores, served.class_names, top) for scores in served.scores(x).tolist()]
     if as_json:
         found = [

@@ -10,16 +10,28 @@ from typing import Any
 
 import yaml
 
-from fedloom.config.sections import CHOICES
+from fedloom.config.sections import CHOICES, NAMED
+from fedloom.config.words import shorten, shown
 from fedloom.core.errors import ConfigError, unknown
 
 RECIPES = Path(__file__).parents[1] / "cli" / "recipes"
 
 Layer = Mapping[str, Any]
+DEEP, MANY = 50, 10**6  # levels and values of a configuration; lists of themselves have no end
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that also reads `1e-3` as a number; YAML 1.1 wants `1.0e-3`."""
+    """Safe YAML that also reads `1e-3` as a number (YAML 1.1 wants `1.0e-3`) and refuses a key given twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """A mapping; of two equal keys YAML would drop the first without a word."""
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key, _ in node.value if keys.count((key.tag, key.value)) > 1), None)
+        if twice is not None and twice.value != "<<":
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key '{twice.value}' is given twice; keep one of them", twice.start_mark
+            )
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -38,6 +50,11 @@ def parse(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{where} is not valid YAML{line}: {reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not valid YAML: it is nested too deeply; no value needs over {DEEP}") from None
+    except (ValueError, OverflowError, AttributeError) as error:  # a number of 5,000 digits, the 31st of February
+        reason = str(error).split(";")[0]
+        raise ConfigError(f"{where} is not valid YAML: a value cannot be read ({reason}); correct it") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -62,13 +79,17 @@ def find(recipe: str) -> tuple[str, dict[str, Any]]:
     """(name, layer) of a recipe by name, or of a YAML file by path."""
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or "/" in recipe:
+        try:
+            path.stat()
+        except (OSError, ValueError) as error:  # too long a name, a null byte
+            missing = isinstance(error, FileNotFoundError)
+            reason = "does not exist" if missing else f"cannot be read: {getattr(error, 'strerror', None) or error}"
+            raise ConfigError(f"configuration file '{shorten(recipe)}' {reason}") from None
         if path.is_dir():
             raise ConfigError(f"'{recipe}' is a folder; name a YAML file, such as '{path / 'config.yaml'}'")
-        if not path.exists():
-            raise ConfigError(f"configuration file '{recipe}' does not exist")
         return path.stem, read_yaml(path)
     if recipe not in recipe_names():
-        raise ConfigError(f"{unknown('recipe', recipe, recipe_names())} A file of your own ends in .yaml.")
+        raise ConfigError(f"{unknown('recipe', shorten(recipe), recipe_names())} A file of your own ends in .yaml.")
     return recipe, read_yaml(RECIPES / f"{recipe}.yaml")
 
 
@@ -78,9 +99,12 @@ def overrides(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         dotted, equals, text = pair.partition("=")
         parts = dotted.strip().split(".")
-        if not equals or not all(parts):
-            raise ConfigError(f"--set takes key=value with a dotted key, such as training.rounds=3; got '{pair}'")
-        _put(layer, parts, parse(text, f"the value of --set {dotted.strip()}"))
+        if not equals or not all(parts) or len(parts) > DEEP:
+            raise ConfigError(f"--set takes key=value with a dotted key, such as training.rounds=3; got '{shorten(pair)}'")
+        value = parse(text, f"the value of --set {shorten(dotted.strip())}")
+        if isinstance(value, str) and tuple(parts) in NAMED:
+            parts.append(NAMED[tuple(parts)])
+        _put(layer, parts, value)
     return layer
 
 
@@ -89,19 +113,58 @@ def nested(layer: Layer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in layer.items():
         parts = key.split(".")
-        if not all(parts):
-            raise ConfigError(f"'{key}' is no key of the configuration; a dotted key reads as in training.rounds")
+        if not all(parts) or len(parts) > DEEP:
+            raise ConfigError(f"'{shorten(key)}' is no key of the configuration; a dotted key reads as in training.rounds")
         for part in reversed(parts[1:]):
             value = {part: value}
-        if parts[0] == "method" and isinstance(value, str):
-            value = {"name": value}
-        found = merge(found, {parts[0]: value})
+        found = merge(found, {parts[0]: _named(value, (parts[0],))})
     return found
 
 
+def check_values(layer: Layer) -> None:
+    """Raise `ConfigError` for what no configuration file can hold: odd keys, broken text, endless values."""
+    left = MANY
+    open_values: list[tuple[str, Any, int]] = [(str(key), value, 1) for key, value in layer.items()]
+    while open_values:
+        path, value, depth = open_values.pop()
+        left -= 1
+        if depth > DEEP or left < 0:
+            raise ConfigError(f"{shorten(path)} is nested too deeply or refers to itself; write its values out")
+        if isinstance(value, str) and not _is_text(value):
+            raise ConfigError(f"{shorten(path)} holds characters that are no text (lone surrogates); write it anew")
+        if isinstance(value, int) and not -(2**64) < value < 2**64:
+            raise ConfigError(f"{shorten(path)} is a number of more than 64 bits; give a smaller one")
+        if isinstance(value, Mapping):
+            _check_keys(path, value)
+            open_values += [(f"{path}.{key}", inner, depth + 1) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            open_values += [(path, inner, depth + 1) for inner in value]
+
+
+def _check_keys(path: str, value: Mapping[Any, Any]) -> None:
+    for key in value:
+        if isinstance(key, bool) or not isinstance(key, str | int) or (isinstance(key, str) and not _is_text(key)):
+            raise ConfigError(f"keys of {shorten(path)} must be text, got {shown(key)}; put it in quotes")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _named(value: Any, path: tuple[str, ...]) -> Any:
+    """A bare name stands for a section with that choice: `optimizer: adamw` is `optimizer: {name: adamw}`."""
+    if isinstance(value, str) and path in NAMED:
+        return {NAMED[path]: value}
+    if isinstance(value, Mapping) and path == ("training",):
+        return {key: _named(inner, (*path, str(key))) for key, inner in value.items()}
+    return value
+
+
 def _put(layer: dict[str, Any], parts: list[str], value: Any) -> None:
-    if parts[0] == "method" and isinstance(layer.get("method"), str) and len(parts) > 1:
-        layer["method"] = {"name": layer["method"]}
     for part in parts[:-1]:
         if not isinstance(layer.get(part), dict):
             layer[part] = {}
@@ -139,8 +202,11 @@ def _surviving(low: Layer, high: Layer, path: tuple[str, ...]) -> Layer:
 def _without_presets(low: Layer, high: Layer) -> Layer:
     from fedloom.methods import presets
 
-    known = presets(low.get("name", "fedavg"))
-    touched = {*known.get(high["preset"], {}), *known.get(low.get("preset", "paper"), {})}
+    name, chosen = low.get("name", "fedavg"), (high["preset"], low.get("preset", "paper"))
+    if not all(isinstance(text, str) for text in (name, *chosen)):
+        return low  # refused in words when the tree is checked
+    known = presets(name)
+    touched = {option for preset in chosen for option in known.get(preset, {})}
     return {k: v for k, v in low.items() if k not in touched}
 
 
@@ -165,5 +231,7 @@ def method_hint(key: str) -> str:
     if not near:
         return ""
     meant = f"{near[0]}.{rest}" if rest else near[0]
+    if head == near[0]:
+        meant = f"method.{rest}" if rest else f"method.name={head}"
     written = f"method.{rest or 'OPTION'} with --method {near[0]}"
     return f" Did you mean '{meant}'? Options of {near[0]} are set as {written}."

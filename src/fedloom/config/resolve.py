@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedloom.config.layers import Layer, find, merge, method_hint, nested
+from fedloom.config.layers import Layer, check_values, find, merge, method_hint, nested
 from fedloom.config.options import complete, plain
 from fedloom.config.sections import Config
-from fedloom.config.words import explain
+from fedloom.config.words import explain, shorten, shown
 from fedloom.core.errors import ConfigError, unknown
 
 ENGINES = ("serial",)
@@ -41,7 +41,7 @@ def resolve(*layers: Layer) -> Config:
     if isinstance(method, str):
         method = {"name": method}
     if not isinstance(method, Mapping):
-        raise ConfigError(f"method must be a mapping with a name, got {method!r}")
+        raise ConfigError(f"method must be a mapping with a name, got {shown(method)}")
     try:
         tree = Config.model_validate_json(json.dumps({**merged, "method": dict(method)}, default=plain))
     except ValidationError as error:
@@ -54,7 +54,8 @@ def resolve(*layers: Layer) -> Config:
 def _texts(layer: Layer) -> dict[str, Any]:
     bad = next((k for k in layer if not isinstance(k, str)), None)
     if bad is not None:
-        raise ConfigError(f"keys of the configuration must be text, got {bad!r}")
+        raise ConfigError(f"keys of the configuration must be text, got {shown(bad)}")
+    check_values(layer)
     return nested(layer)
 
 
@@ -63,14 +64,14 @@ def _refuse_unknown_sections(merged: Layer) -> None:
     if strange is None:
         return
     inner = merged[strange]
-    dotted = f"{strange}.{next(iter(inner))}" if isinstance(inner, Mapping) and inner else strange
+    dotted = shorten(f"{strange}.{next(iter(inner))}" if isinstance(inner, Mapping) and inner else strange)
     if hint := method_hint(dotted):
         raise ConfigError(f"unknown key '{dotted}'.{hint}")
 
 
 def _check_engine(tree: Config) -> None:
     if tree.engine.name not in ENGINES:
-        raise ConfigError(f"{unknown('engine', tree.engine.name, ENGINES)} Set engine.name to serial.")
+        raise ConfigError(f"{unknown('engine', shorten(tree.engine.name), ENGINES)} Set engine.name to serial.")
 
 
 def _check_cross(tree: Config) -> None:

@@ -14,33 +14,52 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag
 
-Count = Annotated[int, Ge(1)]
-Natural = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
+# Upper bounds: numbers beyond them are slips of the hand. Training in 32 bits cannot use rates of 1e38, and lists
+# of trips, clients or stages would fill the memory before the first round.
+MOST, LARGEST, MOST_WORKERS = 10**6, 1e6, 256
+
+Count = Annotated[int, Ge(1), Le(MOST)]
+Natural = Annotated[int, Ge(0), Le(MOST)]
+Clients = Annotated[int, Ge(1), Le(10**7)]
+Threads = Annotated[int, Ge(1), Le(1024)]
+Stages = Annotated[int, Ge(1), Le(10_000)]
+Pixels = Annotated[int, Ge(1), Le(8192)]
+Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
+Positive = Annotated[float, Gt(0), Le(LARGEST)]
+NonNegative = Annotated[float, Ge(0), Le(LARGEST)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Share = Annotated[float, Gt(0), Le(1)]
 OpenFraction = Annotated[float, Gt(0), Lt(1)]
 Below1 = Annotated[float, Ge(0), Lt(1)]
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_int(value: Any, low: int = 0, most: int = MOST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= most
+
+
+def _index(key: Any) -> int:
+    """A key of a timetable: JSON has text for keys, Python may have numbers."""
+    if isinstance(key, str) and re.fullmatch(r"[0-9]{1,9}", key):
+        return int(key)
+    if _is_int(key):
+        return int(key)
+    raise ValueError
 
 
 def _cohort(value: Any) -> int | float:
-    if _is_int(value) and value >= 1:
-        return value
+    if _is_int(value, 1, 10**7):
+        return int(value)
     if isinstance(value, float) and math.isfinite(value) and 0 < value <= 1:
         return value
     raise ValueError("must be a count of at least 1 (an integer) or a fraction in (0, 1] (a number with a point)")
 
 
-def _count_or(*words: str) -> PlainValidator:
+def _count_or(*words: str, most: int = MOST) -> PlainValidator:
     def check(value: Any) -> Any:
-        if value in words or (_is_int(value) and value >= 1):
+        if value in words or _is_int(value, 1, most):
             return value
-        raise ValueError(f"must be {' or '.join(words)} or a whole number of at least 1")
+        bound = f"at most {most}" if _is_int(value, 1, value if isinstance(value, int) else 0) else "at least 1"
+        raise ValueError(f"must be {' or '.join(words)} or a whole number of {bound}")
 
     return PlainValidator(check)
 
@@ -48,7 +67,7 @@ def _count_or(*words: str) -> PlainValidator:
 def _class_order(value: Any) -> Any:
     if value in ("seeded", "natural"):
         return value
-    if isinstance(value, list) and value and all(_is_int(v) and v >= 0 for v in value):
+    if isinstance(value, list) and value and all(_is_int(v) for v in value):
         return value
     raise ValueError("must be seeded, natural or a list of class ids")
 
@@ -57,20 +76,24 @@ def _arrival(value: Any) -> Any:
     if value in ("synchronous", "shifted", "per_client"):
         return value
     try:
-        return {int(c): {int(s): int(t) for s, t in row.items()} for c, row in value.items()}
+        found = {_index(c): {_index(s): t for s, t in row.items()} for c, row in value.items()}
     except (AttributeError, TypeError, ValueError):
-        pass
-    raise ValueError("must be synchronous, shifted, per_client or a schedule {client: {stage: task}}")
+        found = {0: {0: None}}
+    if all(_is_int(task) for row in found.values() for task in row.values()):
+        return found
+    raise ValueError(
+        "must be synchronous, shifted, per_client or a schedule {client: {stage: task}} of whole numbers from 0"
+    )
 
 
 def _failure(value: Any) -> str:
-    if isinstance(value, str) and re.fullmatch(r"fail|skip|retry\([1-9]\d*\)", value):
+    if isinstance(value, str) and re.fullmatch(r"fail|skip|retry\([1-9][0-9]{0,2}\)", value):
         return value
-    raise ValueError("must be fail, skip or retry(n) with n of at least 1")
+    raise ValueError("must be fail, skip or retry(n) with n in [1, 999]")
 
 
 def _device(value: Any) -> str:
-    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", value):
+    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?|mps", value):
         return value
     raise ValueError("must be auto, cpu, cuda, cuda:N or mps")
 
@@ -107,7 +130,7 @@ class Data(Section):
     name: str = "sklearn/digits"
     root: str | None = None
     augment: Literal["none", "flip", "crop_flip"] = "none"
-    image_size: Count | None = None
+    image_size: Pixels | None = None
     image: str | None = None
     label: str | None = None
     config: str | None = None
@@ -133,22 +156,22 @@ class ClassIncremental(Section):
     tasks: Annotated[Any, _count_or("coarse", "fine")] = 5
     class_order: Annotated[Any, PlainValidator(_class_order)] = "seeded"
     arrival: Annotated[Any, PlainValidator(_arrival)] = "synchronous"
-    shift: Count = 1
-    stages: Count | None = None
+    shift: Stages = 1
+    stages: Stages | None = None
 
 
 class Iid(Section):
     """Every client draws from the same distribution."""
 
     kind: Literal["iid"] = "iid"
-    clients: Count = 10
+    clients: Clients = 10
 
 
 class Dirichlet(Section):
     """Shares of every class drawn from Dir(alpha); variants as in `fedloom.data.dirichlet`."""
 
     kind: Literal["dirichlet"] = "dirichlet"
-    clients: Count = 10
+    clients: Clients = 10
     alpha: Positive = 0.5
     min_size: Natural = 0
     variant: Literal["balanced", "plain"] = "balanced"
@@ -158,7 +181,7 @@ class QuantityLabel(Section):
     """Every client holds alpha_q labels (or shards), by one of the three published rules."""
 
     kind: Literal["quantity_label"] = "quantity_label"
-    clients: Count = 10
+    clients: Clients = 10
     alpha_q: Count = 2
     qli_mode: Literal["niid_bench", "pilora_shards", "glfc_classes"] = "niid_bench"
     shard_fraction: Share = 0.8
@@ -168,7 +191,7 @@ class QuantitySkew(Section):
     """Client sizes drawn from Dir(alpha), labels alike."""
 
     kind: Literal["quantity_skew"] = "quantity_skew"
-    clients: Count = 10
+    clients: Clients = 10
     alpha: Positive = 0.5
     min_size: Natural = 0
 
@@ -177,15 +200,15 @@ class Shared(Section):
     """Client i reads `per_client` examples by index, with overlap; any number of clients."""
 
     kind: Literal["shared"] = "shared"
-    clients: Count = 10
+    clients: Clients = 10
     per_client: Count = 50
 
 
 class FlwrPartition(Section):
     """A partitioner of flwr-datasets by class name; `options` go to its constructor."""
 
-    kind: Annotated[str, Field(pattern=r"^flwr:\w+$")]
-    clients: Count = 10
+    kind: Annotated[str, Field(pattern=r"^flwr:\w{1,100}$")]
+    clients: Clients = 10
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -308,8 +331,8 @@ class Engine(Section):
     name: str = "serial"
     runtime: None = None
     device: Annotated[str, PlainValidator(_device)] = "auto"
-    workers: Annotated[Any, _count_or("auto")] = "auto"
-    threads: Count = 1
+    workers: Annotated[Any, _count_or("auto", most=MOST_WORKERS)] = "auto"
+    threads: Threads = 1
     on_client_failure: Annotated[str, PlainValidator(_failure)] = "skip"
     min_replies: Count = 1
     deadline: Positive | None = None
@@ -342,7 +365,7 @@ class Config(Section):
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     tracker: Annotated[None, PlainValidator(_tracker)] = None
-    seed: Natural = 0
+    seed: Seed = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The tree as plain JSON values, defaults included; running it again gives the same tree."""
@@ -356,3 +379,4 @@ CHOICES = {
     ("training", "schedule"): "name",
     ("training", "optimizer"): "name",
 }
+NAMED = {**CHOICES, ("data",): "name", ("model",): "name", ("engine",): "name"}  # a bare name stands for these

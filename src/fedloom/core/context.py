@@ -77,6 +77,11 @@ class Net:
         self._twin: Net | None = None
 
     @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the parameters that train and travel."""
+        return tuple(self._params)
+
+    @property
     def class_rows(self) -> Mapping[str, int]:
         """Names of parameters with one row per class, and the dimension of those rows."""
         return getattr(self.module, "class_rows", {})

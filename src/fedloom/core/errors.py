@@ -7,7 +7,11 @@ Exit codes: 2 for anything found before the first round, 1 for a run that failed
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+import torch
 
 
 class FedloomError(Exception):
@@ -50,6 +54,20 @@ class Interrupted(FedloomError):
     """The user asked to stop; the last committed round is on disk."""
 
     exit_code = 130
+
+
+PACKAGES = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/")
+
+
+def origin(error: BaseException, *, own: bool = True) -> str:
+    """`file.py:LINE` where an error was raised: the innermost frame outside fedloom and torch, else the innermost.
+
+    own: whether a frame inside the two packages will do where there is no other; without one the result is empty.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((*PACKAGES, "<"))]
+    found = theirs or (list(frames) if own else [])
+    return f"{Path(found[-1].filename).name}:{found[-1].lineno}" if found else ""
 
 
 def closest(name: str, choices: Iterable[str]) -> str:

@@ -110,7 +110,9 @@ def check_structure(payload: object, what: str) -> None:
     if not isinstance(payload, Mapping):
         raise PayloadError(f"{what} must map fields to trees of tensors, got {type(payload).__name__}")
     for field, tree in payload.items():
-        if not isinstance(field, str) or not isinstance(tree, Mapping):
+        if not isinstance(field, str) or not field or "/" in field:
+            raise PayloadError(f"{what}: a field's name must be text without '/', got {field!r}")
+        if not isinstance(tree, Mapping):
             raise PayloadError(f"{what}[{field!r}] must map names to tensors, got {type(tree).__name__}")
         for name, tensor in tree.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):

@@ -27,7 +27,8 @@ RAMP = ("#3b4cc0", "#2a7fb8", "#2a9d8f", "#7fb069", "#e0a526", "#e76f51", "#b530
 def draw_plan(plan: Plan, path: Path) -> Path:
     """Write a PNG: left, examples of every class on every client; middle, the timetable; right, sizes.
 
-    A colour is a task; its strength is the share of the largest cell. Of more than 100 clients, 100 at even
+    The timetable is left out where all clients are in step. A colour is a task; its strength is the share of the
+    largest cell, with a scale where the cells are too many to hold numbers. Of more than 100 clients, 100 at even
     distances are shown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -38,16 +39,54 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     counts = _counts(plan, clients)[:, order]
     colours = _colours(len(plan.tasks))
     widths = _widths(len(order), plan.num_stages)
+    timed = _has_timetable(plan)
+    if not timed:
+        widths.pop(1)
     height = 2.1 + min(8.0, max(1.0, 0.8 + 0.26 * len(clients)))
     figure = Figure(figsize=(sum(widths) + 2.2, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 3, sharey=True, width_ratios=widths)
+    axes = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
     _draw_classes(axes[0], plan, clients, counts, order, colours)
-    _draw_timetable(axes[1], plan, clients, colours)
-    _draw_sizes(axes[2], plan, clients, colours)
+    if timed:
+        _draw_timetable(axes[1], plan, clients, colours)
+    _draw_sizes(axes[-1], plan, clients, colours)
+    if not _numbered(order, clients):
+        _draw_scale(figure, axes[0], int(counts.max()))
     figure.suptitle(_title(plan, len(clients)), x=0.01, ha="left", fontsize=11, color=INK, linespacing=1.5)
     figure.savefig(path, dpi=130)
     return path
+
+
+def _has_timetable(plan: Plan) -> bool:
+    """Whether clients work on different tasks at one stage; otherwise every row would be the same."""
+    in_step = plan.rule["stream"].get("arrival", "synchronous") == "synchronous"
+    return len(plan.tasks) > 1 and not in_step
+
+
+def _numbered(order: Sequence[int], clients: Sequence[int]) -> bool:
+    """Whether cells are large enough to hold numbers."""
+    return len(order) <= 30 and len(clients) <= 30
+
+
+def _strength(counts: np.ndarray, most: int) -> np.ndarray:
+    """Ink of a cell in [0, 1]. The square root keeps small holdings visible; any holding starts at a tenth."""
+    return np.where(counts > 0, 0.1 + 0.9 * np.sqrt(counts / max(1, most)), 0.0)
+
+
+def _draw_scale(figure: Any, axis: Any, most: int) -> None:
+    """A bar that says how many examples a strength stands for, in grey: the colour is the task's."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize, to_rgb
+
+    ramp = _strength(np.linspace(0, most, 256), most)[:, None]
+    colours = ListedColormap(_over_paper(np.array(to_rgb(INK)), ramp))
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(0, max(1, most)), colours), ax=axis, location="bottom", fraction=0.05, aspect=40
+    )
+    bar.outline.set_visible(False)
+    bar.ax.locator_params(axis="x", nbins=5, integer=True)
+    bar.ax.tick_params(length=0, labelsize=8, colors=INK)
+    bar.set_label("examples of a class on a client", fontsize=8, color=FAINT)
 
 
 def _counts(plan: Plan, clients: Sequence[int]) -> np.ndarray:
@@ -83,14 +122,13 @@ def _draw_classes(
     axis: Any, plan: Plan, clients: Sequence[int], counts: np.ndarray, order: Sequence[int], colours: np.ndarray
 ) -> None:
     hue = np.repeat(colours, [len(t) for t in plan.tasks], axis=0)[None]
-    # The square root keeps small holdings visible; any holding at all starts at a tenth.
-    strength = np.where(counts > 0, 0.1 + 0.9 * np.sqrt(counts / max(1, counts.max())), 0.0)[..., None]
+    strength = _strength(counts, int(counts.max()))[..., None]
     axis.imshow(_over_paper(hue, strength), aspect="auto", interpolation="nearest")
     _grid(axis, len(order), len(clients))
     edges = np.cumsum([len(t) for t in plan.tasks])
     for edge in edges[:-1]:
         axis.axvline(edge - 0.5, color="white", linewidth=2.5)
-    if len(order) <= 30 and len(clients) <= 30:
+    if _numbered(order, clients):
         _write_counts(axis, counts, strength[..., 0])
     names = [plan.source.class_names[c] for c in order]
     if len(order) <= 40:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -221,7 +223,8 @@ def _hub_tables(hub: str, config: str | None) -> tuple[dict[str, Table], list[st
     import datasets
 
     try:
-        found = datasets.load_dataset(hub, config)
+        with _quiet("huggingface_hub", "datasets"):
+            found = datasets.load_dataset(hub, config)
     except Exception as error:  # the library raises many kinds: offline, missing, gated, unknown configuration
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
@@ -236,6 +239,20 @@ def _hub_tables(hub: str, config: str | None) -> tuple[dict[str, Table], list[st
         arrow = part.with_format("arrow")[:]
         tables[str(split)] = Table(arrow, part.features.to_dict(), _row_of(hub, str(split)))
     return tables, sorted(f["filename"] for part in found.values() for f in part.cache_files)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keep the libraries' lines about retries to themselves: what failed in the end is told in our sentence."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def _row_of(hub: str, split: str) -> Callable[[int], str]:

@@ -6,6 +6,7 @@ the position stands for them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -95,23 +96,29 @@ class Checkpoints:
         """
         found = self._all()
         damaged: list[Path] = []
+        reason = ""
         for path in reversed(found):
             try:
                 loaded = self._read(path)
             except _Damaged as error:
                 damaged.append(path)
+                reason = reason or str(error)
                 note(f"{error}; trying the one before")
                 continue
             for useless in damaged:  # else they would count among those that are kept
                 shutil.rmtree(useless, ignore_errors=True)
             return loaded
         if found:
-            raise CheckpointError(f"every checkpoint in {self.folder} is damaged; run the configuration again")
+            raise CheckpointError(
+                f"every checkpoint of the run is damaged; run the configuration again. First: {reason}"
+            )
         return None
 
     def _read(self, path: Path) -> tuple[Payload, Progress]:
         try:
             meta = json.loads((path / "meta.json").read_text())
+            if meta.pop("sha256") != _digest(meta):
+                raise ValueError("meta.json has changed on disk")
             progress, sha = Progress.of(meta["progress"]), meta["server_sha256"]
             clients = {int(client): (str(version), str(sha)) for client, (version, sha) in meta["clients"].items()}
             config_hash = meta["config_hash"]
@@ -149,7 +156,7 @@ class Checkpoints:
         for client, version in progress.versions.items():
             if self._hashes.get(client, ("", ""))[0] != version:
                 self._hashes[client] = version, file_sha256(self.store.path(client, version))
-        return {
+        meta = {
             "progress": asdict(progress),
             "server_sha256": file_sha256(server),
             "clients": {client: self._hashes[client] for client in progress.versions},
@@ -157,6 +164,7 @@ class Checkpoints:
             "fedloom": __version__,
             "torch": str(torch.__version__),
         }
+        return {**meta, "sha256": _digest(meta)}
 
     def _all(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -169,6 +177,11 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
         kept = [_versions(path) for path in found[-self.keep :]]
         self.store.prune(kept)
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    """SHA-256 of a record as JSON reads it back."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode()).hexdigest()
 
 
 class _Damaged(CheckpointError):

@@ -74,7 +74,8 @@ def save_payload(path: Path, payload: Payload, meta: Mapping[str, str] | None = 
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(_unshared(flat), str(temporary), metadata=record)
+            with usual_mode(temporary):
+                save_file(_unshared(flat), str(temporary), metadata=record)
             if sync:
                 with open(temporary, "rb+") as file:
                     os.fsync(file.fileno())
@@ -87,6 +88,15 @@ def save_payload(path: Path, payload: Payload, meta: Mapping[str, str] | None = 
             if "os error" in str(error).lower() or "no space" in str(error).lower():
                 raise RunError(f"cannot write {path}: {error}; free some space and resume the run") from error
             raise
+
+
+@contextmanager
+def usual_mode(path: Path) -> Iterator[None]:
+    """Give what is written to the path the mode of any new file; safetensors makes files for their owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    path.chmod(mode)
 
 
 def load_payload(path: Path) -> dict[str, dict[str, Tensor]]:

@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fedloom.core import ClientId, Context, Interrupted, Payload, Reply, RunError, Trip
+from fedloom.core import ClientId, ConfigError, Context, Interrupted, Payload, Reply, RunError, Trip
 from fedloom.core.errors import FedloomError, PayloadError
 from fedloom.core.payload import canonical, check_finite, check_like, check_structure, nbytes
+from fedloom.engine.agenda import agenda
+from fedloom.engine.audience import Audience
 from fedloom.engine.checkpoint import Checkpoints, Progress
 from fedloom.engine.evaluation import evaluate_stage
 from fedloom.engine.experiment import Experiment, Observer, Options
 from fedloom.engine.folder import RunFolder
+from fedloom.engine.replies import means, size_of, skeleton
 from fedloom.engine.result import conclude
-from fedloom.engine.runtime import Answer, Done, Failed, Work, seeded
+from fedloom.engine.runtime import Answer, Done, Failed, Work, blame, seeded
 from fedloom.engine.serial import Workforce
-from fedloom.engine.spool import Reader, Ref
+from fedloom.engine.spool import Reader
 from fedloom.engine.store import version_of
 
 Absorb = Callable[[Payload, Sequence[Reply], Context], Payload]
@@ -36,8 +38,9 @@ def run(
     Writes metrics.jsonl, accuracy_matrix.csv, checkpoints/ and model/ in the folder. Raises `RunError` when the
     run cannot go on, `Interrupted` when the user stopped it; what was committed stays and can be resumed.
     """
-    with Workforce(experiment, folder.path, options.workers, lambda text: _tell(folder, observers, text)) as force:
-        return Loop(experiment, options, folder, observers, force).run()
+    audience = Audience(folder, observers)
+    with Workforce(experiment, folder.path, options.workers, audience.note) as force:
+        return Loop(experiment, options, folder, audience, force).run()
 
 
 class Loop:
@@ -48,11 +51,12 @@ class Loop:
         experiment: Experiment,
         options: Options,
         folder: RunFolder,
-        observers: Sequence[Observer],
+        audience: Audience,
         force: Workforce,
     ):
         self.experiment, self.options, self.folder, self.force = experiment, options, folder, force
-        self.observers, self.reader = observers, Reader()
+        self.audience, self.reader = audience, Reader()
+        self.agenda = agenda(experiment, force.runtime.exchanges)
         self.checkpoints = Checkpoints(folder.path, options.checkpoint_keep, options.config_hash)
         self.stop = threading.Event()
         self.saved: tuple[int, int] | None = None
@@ -83,40 +87,54 @@ class Loop:
         if self.options.checkpoint_every and self.saved != (progress.stage, progress.trip):
             self._checkpoint(server, progress)
 
-    def note(self, text: str) -> None:
-        """Tell the user and the log."""
-        _tell(self.folder, self.observers, text)
-
     def context(self, stage: int, trip: Trip, client: ClientId | None = None) -> Context:
         """A context in this process."""
         return self.force.runtime.context(stage, trip.round, trip.exchange, client)
 
     def _start(self) -> None:
-        found = self.checkpoints.load(self.note)
+        found = self.checkpoints.load(self.audience.note)
         if found is None:
             self.checkpoints.store.clear()
-            with seeded(self.experiment.seed, "init"):
-                server = self.experiment.method.init_server(self.context(0, Trip()))
-            check_structure(server, "the server state")
-            self.server, self.progress = _fresh(server, self.reader), Progress()
+            self.server, self.progress = self._initial(), Progress()
         else:
             self.server, self.progress = found
             self.saved = (self.progress.stage, self.progress.trip)
         self.folder.rewind(self.progress.metrics_size)
         self._committed = self.server, _copy(self.progress)
-        at = f"stage {self.progress.stage}, trip {self.progress.trip}" if self.saved else None
         info = {
             "stages": self.experiment.plan.num_stages,
             "rounds": self.experiment.plan.rounds,
             "clients": self.experiment.plan.num_clients,
             "workers": self.options.workers,
-            "resumed_from": at,
+            "resumed_from": self._position() if self.saved else None,
         }
-        for observer in self.observers:
-            observer.started(info)
+        self.audience.tell("started", info)
+
+    def _initial(self) -> Payload:
+        """The server's state before the first round; what is wrong with it is wrong with the method."""
+        ctx = self.context(0, Trip())
+        try:
+            with seeded(self.experiment.seed, "init"):
+                server = self.experiment.method.init_server(ctx)
+            check_structure(server, "the server state")
+            check_finite(server)
+            nbytes(server, self.experiment.method.class_rows(ctx), ctx.stage.seen)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"the method cannot start: {blame(error, self.folder.path / 'log.txt')}") from error
+        return _fresh(server, self.reader)
+
+    def _position(self) -> str:
+        """Where the run goes on, counted as everywhere on disk."""
+        stage, plan = self.progress.stage, self.experiment.plan
+        if stage >= plan.num_stages:
+            return "the end"
+        trip = self.agenda[stage][self.progress.trip]
+        return f"stage {stage}, " + (f"exchange '{trip.exchange}'" if trip.round is None else f"round {trip.round}")
 
     def _stage(self, stage: int) -> None:
-        trips = list(self.experiment.method.plan(self.experiment.plan.stage(stage)))
+        trips = self.agenda[stage]
         for k in range(self.progress.trip, len(trips)):
             row = self._trip(stage, k, trips[k])
             last, every = k + 1 == len(trips), self.options.evaluate_every
@@ -147,7 +165,7 @@ class Loop:
         self._report(failures, stage, trip, len(work))
         accepted = [answer for answer in done if self._acceptable(answer, stage, trip)]
         versions = {item.client: item.version for item in work}
-        up = sum(_size(answer.ref, rows, len(seen)) for answer in done)
+        up = sum(size_of(answer.ref, rows, len(seen)) for answer in done)
         gone = sum(sent.values())
         merged = self._absorb(accepted, exchange.absorb, stage, trip)
         self.reader.forget()
@@ -157,7 +175,7 @@ class Loop:
         _count(progress, trip, up, gone, rejected, len(failures), not merged, seconds)
         row = {"stage": stage, "round": trip.round, "exchange": trip.exchange, "scope": "round", "clients": len(work)}
         row |= {"failed": len(failures), "rejected": rejected, "degraded": not merged}
-        return row | {"bytes_up": up, "bytes_down": gone, "seconds": seconds} | _means(accepted)
+        return row | {"bytes_up": up, "bytes_down": gone, "seconds": seconds} | means(accepted)
 
     def _work(self, stage: int, k: int, trip: Trip, client: ClientId) -> Work:
         version = version_of(stage, k, trip.exchange)
@@ -171,8 +189,7 @@ class Loop:
             return deadline is not None and time.perf_counter() - began > deadline
 
         def progress(done: int, total: int) -> None:
-            for observer in self.observers:
-                observer.client_done(done, total)
+            self.audience.tell("client_done", done, total)
 
         def ask(some: Sequence[Work], again: bool) -> list[Answer]:
             return self.force.carry_out(some, down, stop=self.stop.is_set, late=late, progress=progress, again=again)
@@ -189,7 +206,7 @@ class Loop:
     def _report(self, failures: Sequence[Failed], stage: int, trip: Trip, asked: int) -> None:
         for failure in failures:
             where, cause = self._where(failure.client, stage, trip), (failure.client, failure.reason)
-            tell = self.folder.log if cause in self.told else self.note  # once is enough on the screen
+            tell = self.folder.log if cause in self.told else self.audience.note  # once is enough on the screen
             tell(f"{where} failed: {failure.reason}")
             self.told.add(cause)
             self.folder.log(failure.trace)
@@ -212,12 +229,12 @@ class Loop:
                 raise PayloadError(f"'{answer.ref.not_finite}' holds NaN or infinite values")
             if not (0 <= answer.weight < float("inf")):
                 raise PayloadError(f"the weight must be a finite number of at least 0, got {answer.weight}")
-            check_like(_skeleton(answer.ref), self.server, self.experiment.method.ragged)
+            check_like(skeleton(answer.ref), self.server, self.experiment.method.ragged)
         except PayloadError as error:
             where = self._where(answer.client, stage, trip)
             if self.options.on_client_failure == "fail":
                 raise RunError(f"{where}: update rejected: {error}; engine.on_client_failure is 'fail'") from error
-            self.note(f"{where}: update rejected: {error}")
+            self.audience.note(f"{where}: update rejected: {error}")
             return False
         return True
 
@@ -225,7 +242,9 @@ class Loop:
         """Merge into a new server state; False when there is nothing to merge or the result is not usable."""
         counted = [answer for answer in accepted if answer.weight > 0]
         if not counted:
-            self.note(f"stage {stage}, round {trip.round}, exchange '{trip.exchange}': no update to merge, state kept")
+            self.audience.note(
+                f"stage {stage}, round {trip.round}, exchange '{trip.exchange}': no update to merge, state kept"
+            )
             return False
         replies = [Reply(a.client, a.weight, self.reader.open(a.ref), a.metrics) for a in counted]
         with seeded(self.experiment.seed, "absorb", stage, trip.round, trip.exchange):
@@ -234,7 +253,7 @@ class Loop:
         try:
             check_finite({f: {n: t for n, t in tree.items() if not self._has(t, f, n)} for f, tree in new.items()})
         except PayloadError as error:
-            self.note(f"stage {stage}, round {trip.round}: the merged state is unusable, state kept: {error}")
+            self.audience.note(f"stage {stage}, round {trip.round}: the merged state is unusable, state kept: {error}")
             return False
         self.server = _fresh(new, self.reader)
         return True
@@ -244,9 +263,10 @@ class Loop:
             return absorb(self.server, replies, self.context(stage, trip))
         except FedloomError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = f"stage {stage}, round {trip.round}, exchange '{trip.exchange}'"
-            raise RunError(f"{where}: the server's update failed: {type(error).__name__}: {error}") from error
+            reason = blame(error, self.folder.path / "log.txt")
+            raise RunError(f"{where}: the server's update failed: {reason}") from error
 
     def _has(self, tensor: Tensor, field: str, name: str) -> bool:
         return self.server.get(field, {}).get(name) is tensor
@@ -266,8 +286,7 @@ class Loop:
 
     def _record(self, row: Mapping[str, Any], event: str) -> None:
         self.folder.append(row)
-        for observer in self.observers:
-            getattr(observer, event)(row)
+        self.audience.tell(event, row)
 
     def _commit(self, stage: int, trip: int) -> None:
         progress = self.progress
@@ -291,12 +310,6 @@ class Loop:
         return f"client {client} (stage {stage}, round {trip.round}, exchange '{trip.exchange}')"
 
 
-def _tell(folder: RunFolder, observers: Sequence[Observer], text: str) -> None:
-    folder.log(text)
-    for observer in observers:
-        observer.note(text)
-
-
 def _fresh(state: Payload, reader: Reader) -> dict[str, dict[str, Tensor]]:
     """The state in canonical tensors that no spool file will overwrite."""
     return {
@@ -308,34 +321,6 @@ def _copy(progress: Progress) -> Progress:
     from copy import deepcopy
 
     return deepcopy(progress)
-
-
-def _skeleton(ref: Ref) -> dict[str, dict[str, Tensor]]:
-    """Shapes and dtypes of an upload, without its values."""
-    trees: dict[str, dict[str, Tensor]] = {field: {} for field in ref.fields}
-    for entry in ref.entries:
-        trees[entry.field][entry.name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-    return trees
-
-
-def _size(ref: Ref, rows: Mapping[tuple[str, str], int], seen: int) -> int:
-    total = 0
-    for entry in ref.entries:
-        dim = rows.get((entry.field, entry.name))
-        grows = dim is not None and entry.shape[dim] > 0
-        total += entry.nbytes // entry.shape[dim] * seen if grows and dim is not None else entry.nbytes
-    return total
-
-
-def _means(accepted: Sequence[Done]) -> dict[str, float]:
-    """Example-weighted means of the clients' metrics, as `train/<name>`; a client without one is left out."""
-    sums: dict[str, tuple[float, float]] = {}
-    for answer in accepted:
-        for name, value in answer.metrics.items():
-            total, weight = sums.get(name, (0.0, 0.0))
-            sums[name] = (total + answer.weight * value, weight + answer.weight)
-    found = {f"train/{name}": total / weight for name, (total, weight) in sums.items() if weight}
-    return {name: value for name, value in found.items() if value - value == 0}
 
 
 def _count(

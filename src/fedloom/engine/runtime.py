@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from fedloom.core import Batches, ClientId, Context, Payload, RunError, Update
+from fedloom.core import Batches, ClientId, ConfigError, Context, FedloomError, Payload, PayloadError, RunError, Update
+from fedloom.core.errors import origin
 from fedloom.core.payload import check_finite, check_structure
 from fedloom.core.seeds import seed_for
 from fedloom.engine.experiment import Experiment
@@ -84,8 +86,13 @@ class Runtime:
 
     def __init__(self, experiment: Experiment, states: Path, spool: Path):
         self.experiment, self.net = experiment, experiment.net()
+        if not self.net.trainable:
+            raise ConfigError(
+                "the network has no trainable parameter, so there is nothing to train; take another model"
+            )
         self.exchanges = experiment.method.exchanges()
         self.store, self.spool = ClientStore(states), Spool(spool)
+        self.log = states.parent / "log.txt"
 
     def context(
         self, stage: int, round: int | None = None, exchange: str = "train", client: ClientId | None = None
@@ -101,8 +108,8 @@ class Runtime:
             return self._work(instruction, down)
         except RunError as error:  # a full disk, say: the run cannot go on, whoever was at work
             return Failed(instruction.client, str(error), traceback.format_exc(), fatal=True)
-        except Exception as error:
-            return Failed(instruction.client, _reason(error), traceback.format_exc())
+        except (Exception, SystemExit) as error:  # a method's sys.exit() must not pass for a finished run
+            return Failed(instruction.client, _reason(error, self.log), traceback.format_exc())
 
     def _work(self, todo: Work, down: Payload) -> Done:
         began = time.perf_counter()
@@ -111,6 +118,8 @@ class Runtime:
         with seeded(self.experiment.seed, "work", todo.stage, todo.round, todo.exchange, todo.client):
             state = self._state(todo.client, todo.start, ctx)
             update = self.exchanges[todo.exchange].work(down, state, data, ctx)
+        if not isinstance(update, Update):
+            raise PayloadError(f"the client's work must return an Update, got {type(update).__name__}")
         check_structure(update.up, "the upload")
         check_structure(update.state, "the client state")
         ref = self.spool.write(update.up)
@@ -140,22 +149,38 @@ class Runtime:
             data: Batches = plan.test(todo.task).part(todo.start, todo.stop)
             for batch in data.epoch(batch_size=BATCH, purpose="evaluate", shuffle=False):
                 scores = self.experiment.method.predict(down, state, batch.x, ctx).detach().cpu()
+                if scores.shape != (len(batch.y), plan.num_classes):
+                    shapes = f"{list(scores.shape)}, expected {[len(batch.y), plan.num_classes]}"
+                    raise PayloadError(f"predict returned scores of shape {shapes}")
                 counts += count_correct(scores, batch.y, plan.tasks, seen=ctx.stage.seen, num_classes=plan.num_classes)
         return Measured(todo.client, todo.task, counts)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, log: Path) -> str:
     if "more than 1 value per channel" in str(error):  # torch's words for a batch that has no variance
         return (
             "batch normalisation cannot train on a batch of one example; set partition.min_size and "
             "training.batch_size to 2 or more, or take a model with group normalisation, such as resnet8_gn"
         )
-    return f"{type(error).__name__}: {error}"
+    return blame(error, log)
+
+
+def blame(error: BaseException, log: Path) -> str:
+    """What a method raised, the line that raised it, and where the traceback is."""
+    text = f"{type(error).__name__}: {error}"
+    line = origin(error, own=not isinstance(error, FedloomError))
+    return f"{text} ({line}; traceback in {log})" if line else text
+
+
+_one_at_a_time = threading.RLock()  # the generator is the process's, and runs may share the process
 
 
 @contextmanager
 def seeded(*key: int | str | None) -> Iterator[None]:
-    """Give the global generator (dropout draws from it) a seed of this piece of work, and put it back."""
-    with torch.random.fork_rng(devices=[]):
+    """Give the global generator (dropout draws from it) a seed of this piece of work, and put it back.
+
+    Runs in several threads take turns, or one would draw from the other's seed.
+    """
+    with _one_at_a_time, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(*key))
         yield

@@ -32,7 +32,7 @@ class Workforce:
     """The processes that carry out instructions. Use as a context manager."""
 
     def __init__(self, experiment: Experiment, folder: Path, workers: int, note: Callable[[str], None]):
-        recipe = _recipe(experiment, workers)
+        sent = recipe(experiment, workers)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(experiment.threads)
         try:
@@ -48,7 +48,7 @@ class Workforce:
         self._progress: Callable[[int, int], None] = lambda done, total: None
         self._changed = threading.Condition()
         self._down_spool = Spool(folder / ".spool" / "down.bin") if workers > 1 else None
-        self._children = [_Child(self, recipe, folder, k) for k in range(1, workers)]
+        self._children = [_Child(self, sent, folder, k) for k in range(1, workers)]
 
     def __enter__(self) -> Workforce:
         return self
@@ -150,8 +150,11 @@ class Workforce:
             self._queue.clear()
 
 
-def _recipe(experiment: Experiment, workers: int) -> bytes:
-    """What another process needs to make the same experiment; empty when there is none."""
+def recipe(experiment: Experiment, workers: int) -> bytes:
+    """What another process needs to make the same experiment; empty when there is none.
+
+    Raises `ConfigError` when several workers are asked for and the experiment cannot be sent to them.
+    """
     if workers == 1:
         return b""
     if experiment.rebuild is None:

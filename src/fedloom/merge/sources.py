@@ -71,15 +71,19 @@ def sources(
 ) -> list[Source]:
     """Clients with a positive weight, in the given order.
 
+    Weights are scaled by a power of two so that the largest is in [0.5, 1): the mean keeps its bits, and sums of
+    very large or very small weights neither overflow nor vanish.
     Raises `PayloadError` for a weight that is negative or not finite, and for a name that the server does not
     hold; each names the client.
     """
     if len(trees) != len(weights):
         raise PayloadError(f"{len(trees)} trees but {len(weights)} weights")
-    known = frozenset(old)
+    known, names = frozenset(old), labels(len(trees), who)
+    checked = [check_weight(weight, label) for weight, label in zip(weights, names, strict=True)]
+    exponent = math.frexp(max(checked, default=0.0))[1]
     found = []
-    for i, (tree, weight, label) in enumerate(zip(trees, weights, labels(len(trees), who), strict=True)):
-        source = Source(i, label, tree, frozenset(tree), check_weight(weight, label))
+    for i, (tree, weight, label) in enumerate(zip(trees, checked, names, strict=True)):
+        source = Source(i, label, tree, frozenset(tree), math.ldexp(weight, -exponent))
         extra = sorted(source.names - known)
         if extra:
             raise PayloadError(f"{label}: '{extra[0]}' is not a tensor that the server holds")

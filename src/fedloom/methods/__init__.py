@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.errors import ConfigError, closest, origin, unknown
 
 HERE = Path(__file__).parent
 
@@ -30,6 +31,12 @@ def summaries() -> list[tuple[str, str]]:
         doc = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))) or ""
         found.append((name, doc.split("\n", 1)[0]))
     return found
+
+
+def documentation(name: str) -> str:
+    """The docstring of a method's module, or of the factory where the module has none."""
+    factory = load(name)
+    return inspect.getdoc(sys.modules[factory.__module__]) or inspect.getdoc(factory) or ""
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -50,7 +57,10 @@ def load(name: str) -> Callable[..., Any]:
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
     """Option values of every preset of a method (`PRESETS` of its module); `paper` always exists."""
     module = sys.modules[load(name).__module__] if ":" not in name else _module(name.partition(":")[0], "method.name")
-    return {"paper": {}, **getattr(module, "PRESETS", {})}
+    found = getattr(module, "PRESETS", {})
+    if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
+        raise ConfigError(f"method.name '{name}': PRESETS of its module must map presets to mappings of options")
+    return {"paper": {}, **found}
 
 
 def load_attribute(name: str, field: str) -> Any:
@@ -60,7 +70,8 @@ def load_attribute(name: str, field: str) -> Any:
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise ConfigError(f"{field} '{name}': module '{module_name}' has no attribute '{attribute}'")
+            near = closest(part, [known for known in vars(target) if not known.startswith("_")])
+            raise ConfigError(f"{field} '{name}': module '{module_name}' has no attribute '{attribute}'.{near}")
         target = getattr(target, part)
     return target
 
@@ -71,11 +82,23 @@ def _module(module_name: str, field: str) -> Any:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises while it is imported becomes one sentence
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(
-            f"{field}: module '{module_name}' cannot be imported ({reason}); run from its folder or install it"
-        ) from error
+    except (Exception, SystemExit) as error:  # whatever a user's module raises while it is imported becomes one sentence
+        raise ConfigError(f"{field}: module '{module_name}' cannot be imported ({_cause(error, module_name)}") from error
+
+
+def _cause(error: BaseException, module_name: str) -> str:
+    """What went wrong in an import, the bracket's end, and the mend that fits."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        return f"'{module_name[:60]}' is no name of a module); write package.module:attribute"
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}, {Path(error.filename or '').name}:{error.lineno}); correct that line"
+    if not isinstance(error, ModuleNotFoundError):
+        return f"{reason}, {origin(error)}); correct that line"
+    missing = error.name or ""
+    if module_name == missing or module_name.startswith(f"{missing}."):
+        return f"{reason}); run from its folder or install it"
+    return f"{reason}, {origin(error)}); install '{missing}' or correct the import"
 
 
 def _defines(path: Path) -> bool:

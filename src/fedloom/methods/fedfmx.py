@@ -37,7 +37,7 @@ from fedloom.select.fisher import SCALES, SQUASHES, FisherMap
 from fedloom.select.routing import FALLBACKS, MIXES, FisherShapley, RoutingWeights, empty_rule, stop_rule
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
-Count = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(1), Le(10_000)]
 Share = Annotated[float, Ge(0), Le(1)]
 Weight = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]

@@ -23,6 +23,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROUNDS_SHOWN = 200
+GLOSSARY = (
+    ("Average incremental accuracy", "Mean over stages of the accuracy over all classes seen by then."),
+    (
+        "Forgetting",
+        "For every task but the last one's: its best accuracy before the last stage minus its accuracy at the end; the "
+        "mean over those tasks, in percentage points (pp). Lower is better.",
+    ),
+    (
+        "Backward transfer",
+        "Accuracy of a task at the end minus its accuracy when it arrived; the mean over all tasks but the last one's. "
+        "Above zero, later tasks helped earlier ones.",
+    ),
+    (
+        "Clients, worst 10 %",
+        "The global or personal model's expected accuracy on each client's own mix of classes; the mean over the tenth "
+        "of the clients (at least one) where it is lowest.",
+    ),
+    (
+        "Training loss",
+        "Mean of the objective that clients minimise, with all terms of the method. A term that rewards entropy, such "
+        "as FedFMX's balance term, can take it below zero.",
+    ),
+)
 
 
 class Grid(NamedTuple):
@@ -65,7 +88,7 @@ def render(records: Sequence[RunRecord]) -> str:
         runs = [_run_view(record, name, f"run{i}") for i, (record, name) in enumerate(zip(records, names, strict=True))]
         several = _comparison_view(records, names) if len(records) > 1 else None
     title = names[0] if len(records) == 1 else f"{len(records)} runs compared"
-    return template.render(title=title, runs=runs, several=several)
+    return template.render(title=title, runs=runs, several=several, glossary=GLOSSARY)
 
 
 def run_names(records: Sequence[RunRecord]) -> list[str]:
@@ -157,12 +180,16 @@ def _pictures(record: RunRecord, key: str) -> list[Any]:
 
 
 def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> Any:
-    from markupsafe import Markup
-
     made = plots.figure(width, height)
     draw(made.subplots())
-    # The figure holds fixed words and numbers only, so it is the one thing that enters the page unescaped.
-    return Markup(plots.svg(made, name))
+    return _markup(plots.svg(made, name))
+
+
+def _markup(svg: str) -> Any:
+    """Pictures hold fixed words and numbers only, so they are what enters the page unescaped."""
+    from markupsafe import Markup
+
+    return Markup(svg)
 
 
 def _stage_grid(record: RunRecord) -> Grid | None:
@@ -267,13 +294,16 @@ def _comparison_view(records: Sequence[RunRecord], names: Sequence[str]) -> dict
     configs = [flatten(record.config) for record in records]
     keys = dict.fromkeys(key for config in configs for key in config)
     differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
-    settings = [[key, *(config.get(key, NONE) for config in configs)] for key in differing]
+    rows = {key: [key, *(config.get(key, NONE) for config in configs)] for key in differing}
+    shared = [row for key, row in rows.items() if all(key in config for config in configs)]
+    apart = [row for key, row in rows.items() if any(key not in config for config in configs)]
     any_curve = any(record.stages for record in records)
     return {
         "numbers": Grid(["", *names], [[label, *values] for label, values in comparison_rows(keyed)]),
-        "settings": Grid(["", *names], settings) if settings else None,
+        "settings": Grid(["", *names], shared) if shared else None,
+        "options": Grid(["", *names], apart) if apart else None,
         "curves": _svg("all", 7.6, 4.0, lambda ax: plots.overlaid_curves(ax, records)) if any_curve else None,
-        "legend": [(name, i % len(plots.SERIES)) for i, name in enumerate(names)],
+        "legend": [(name, _markup(plots.legend_mark(i))) for i, name in enumerate(names)],
     }
 
 

@@ -92,12 +92,13 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
     worst, mean = ([number(row, f"accuracy/client_{k}") for row in rows] for k in ("worst10", "mean"))
     if any(v is not None for v in worst):
         low, high = _percent(worst), _percent(mean)
-        ax.fill_between(x, low, high, color=SERIES[0], alpha=0.14, linewidth=0, label="clients: worst tenth to mean")
+        ax.fill_between(x, low, high, color=SERIES[5], alpha=0.22, linewidth=0, label="from there to the worst tenth")
     chance = [1 / n if n else None for n in (number(row, "seen_classes") for row in rows)]
     first = [row[0] if row else None for row in record.matrix]
-    lines: tuple[tuple[str, Series, str, str, str], ...] = (
+    lines: tuple[tuple[str, Series, str, str, Any], ...] = (
         ("all seen classes", [number(row, "accuracy") for row in rows], SERIES[0], "o", "-"),
         ("current task", [number(row, "accuracy/current") for row in rows], SERIES[2], "^", "--"),
+        ("clients, mean", mean, SERIES[5], "D", (0, (4, 1))),
         ("first task", first[: len(x)] + [None] * (len(x) - len(first)), SERIES[1], "s", "-."),
         ("chance", chance, MUTED, "", ":"),
     )
@@ -107,7 +108,7 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
             ax.plot(
                 x,
                 _percent(values),
-                stroke,
+                linestyle=stroke,
                 color=color,
                 marker=marker,
                 label=label,
@@ -196,7 +197,33 @@ def loss_curve(ax: Axes, record: RunRecord) -> None:
         ax.legend(handles, [_plain_label(name) for name in names])
     _round_axis(ax, record)
     ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
-    ax.set_title("Training loss")
+    ax.set_ylabel("training objective")
+    ax.set_title("Training loss" + (" (below 0: see the glossary)" if _any_below_zero(rows) else ""))
+
+
+def _any_below_zero(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(row["train/loss"] < 0 for row in rows)
+
+
+def look(i: int) -> tuple[str, str, Any]:
+    """Colour, marker and stroke of the i-th of several runs; colours repeat after six, with other strokes."""
+    k = i % len(SERIES)
+    return SERIES[k], MARKERS[k], STROKES[(k + i // len(SERIES)) % len(STROKES)]
+
+
+def legend_mark(i: int) -> str:
+    """SVG markup of a short line that looks like the i-th run's."""
+    color, marker, stroke = look(i)
+    dashes = {"-": "", "--": "7 3", "-.": "7 3 2 3", ":": "2 3"}.get(stroke) if isinstance(stroke, str) else None
+    dashes = " ".join(str(2 * v) for v in stroke[1]) if dashes is None else dashes
+    points = {
+        "s": "14,2 22,2 22,10 14,10", "^": "18,1 23,11 13,11", "D": "18,0 24,6 18,12 12,6", "v": "18,11 23,1 13,1",
+        "P": "16,1 20,1 20,4 23,4 23,8 20,8 20,11 16,11 16,8 13,8 13,4 16,4",
+    }  # fmt: skip
+    shape = f'<polygon points="{points[marker]}"/>' if marker in points else '<circle cx="18" cy="6" r="4.5"/>'
+    ink = f"var({VARIABLES[color]})"
+    line = f'<line x1="0" y1="6" x2="36" y2="6" stroke="{ink}" stroke-width="2.4" stroke-dasharray="{dashes or "none"}"/>'
+    return f'<svg class="mark" viewBox="0 0 36 12" aria-hidden="true" fill="{ink}">{line}{shape}</svg>'
 
 
 def overlaid_curves(ax: Axes, records: Sequence[RunRecord]) -> None:
@@ -205,9 +232,8 @@ def overlaid_curves(ax: Axes, records: Sequence[RunRecord]) -> None:
     for i, record in enumerate(records):
         x = [row["stage"] for row in record.stages]
         y = _percent([number(row, "accuracy") for row in record.stages])
-        look = i % len(SERIES)
-        stroke = STROKES[(look + i // len(SERIES)) % len(STROKES)]
-        ax.plot(x, y, linestyle=stroke, color=SERIES[look], marker=MARKERS[look], zorder=3, clip_on=False)
+        color, marker, stroke = look(i)
+        ax.plot(x, y, linestyle=stroke, color=color, marker=marker, zorder=3, clip_on=False)
         stages.update(x)
     _stage_axis(ax, sorted(stages))
     _percent_axis(ax)

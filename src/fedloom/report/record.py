@@ -112,9 +112,7 @@ def read_run(folder: Path) -> RunRecord:
     config_text = _read_text(folder / "config.yaml", problems) or ""
     return RunRecord(
         folder=folder,
-        status=next(
-            (s for s, mark in (("done", "DONE"), ("failed", "FAILED")) if (folder / mark).exists()), "unfinished"
-        ),
+        status=_status(folder, summary),
         summary=summary,
         config=_parse_yaml(config_text, problems),
         config_text=config_text,
@@ -125,6 +123,15 @@ def read_run(folder: Path) -> RunRecord:
         picture=next((p for p in (folder / f"partition.{kind}" for kind in ("png", "svg")) if p.is_file()), None),
         problems=tuple(problems),
     )
+
+
+def _status(folder: Path, summary: Row) -> str:
+    """A run is done once its summary is written: its own page is made before the mark DONE."""
+    if (folder / "DONE").exists():
+        return "done"
+    if (folder / "FAILED").exists():
+        return "failed"
+    return "done" if summary else "unfinished"
 
 
 def _read_text(path: Path, problems: list[str]) -> str | None:

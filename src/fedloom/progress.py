@@ -1,4 +1,7 @@
-"""What a user sees while a run goes on: two live lines on a terminal, else one line per round."""
+"""What a user sees while a run goes on: one line per round, or two live lines on a terminal.
+
+Stages and rounds are counted from 0, as in the errors, the log and every file of a run folder.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,11 @@ def observer(quiet: bool, verbose: bool) -> Observer:
     return Live(verbose) if sys.stderr.isatty() else Lines(verbose)
 
 
+def quiet_by_default() -> bool:
+    """Whether nobody reads stderr: neither a terminal nor a notebook."""
+    return not sys.stderr.isatty() and "ipykernel" not in sys.modules
+
+
 class Lines(Observer):
     """One line per round and per stage on stderr."""
 
@@ -27,9 +35,10 @@ class Lines(Observer):
     def started(self, info: Row) -> None:
         """Say what is about to happen."""
         self.rounds, self.stages = info["rounds"], info["stages"]
-        where = f", resumed from {info['resumed_from']}" if info.get("resumed_from") else ""
+        where = f", resumed at {info['resumed_from']}" if info.get("resumed_from") else ""
         workers = f", {info['workers']} workers" if info["workers"] > 1 else ""
-        self.say(f"{info['clients']} clients, {self.stages} stages of {self.rounds} rounds{workers}{where}")
+        size = f"{_many(info['clients'], 'client')}, {_many(self.stages, 'stage')} of {_many(self.rounds, 'round')}"
+        self.say(f"{size}, counted from 0{workers}{where}")
 
     def round_done(self, row: Row) -> None:
         """A line about the round."""
@@ -49,9 +58,9 @@ class Lines(Observer):
 
     def round_line(self, row: Row) -> str:
         """Where, how many clients, the loss, the seconds, and what went wrong; everything with `verbose`."""
-        position = f"round {row['round'] + 1}/{self.rounds}" if row["round"] is not None else row["exchange"]
+        position = f"round {row['round']} of {self.rounds}" if row["round"] is not None else row["exchange"]
         kind = f" ({row['exchange']})" if row["round"] is not None and row["exchange"] != "train" else ""
-        parts = [f"stage {row['stage'] + 1}/{self.stages} {position}{kind}: {row['clients']} clients"]
+        parts = [f"stage {row['stage']} of {self.stages}, {position}{kind}: {_many(row['clients'], 'client')}"]
         train = {k: v for k, v in row.items() if k.startswith("train/") and (self.verbose or k == "train/loss")}
         parts += [f"{name.removeprefix('train/')} {value:.4g}" for name, value in train.items()]
         parts += [f"accuracy {row['accuracy']:.3f}"] if row.get("accuracy") is not None else []
@@ -63,7 +72,7 @@ class Lines(Observer):
 
     def stage_line(self, row: Row) -> str:
         """Accuracy over the classes seen so far, and on the current ones."""
-        text = f"stage {row['stage'] + 1}/{self.stages} done: accuracy {_number(row.get('accuracy'))}"
+        text = f"stage {row['stage']} of {self.stages} done: accuracy {_number(row.get('accuracy'))}"
         if self.stages > 1:
             text += f" on {row['seen_classes']} classes, {_number(row.get('accuracy/current'))} on the current ones"
         return text
@@ -108,6 +117,10 @@ class Live(Lines):
     def close(self) -> None:
         """Take the bars away."""
         self.bars.stop()
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _number(value: Any) -> str:

@@ -1,0 +1,134 @@
+"""`list`: what there is to choose from, the options of a method, and every key of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedloom.cli.application import Json, guarded, print_json
+
+if TYPE_CHECKING:
+    from fedloom.config.describe import Setting
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    methods = "methods"
+    datasets = "datasets"
+    models = "models"
+    recipes = "recipes"
+    options = "options"
+
+
+@guarded
+def list_known(
+    kind: Annotated[Kind, typer.Argument(help="What to list; options: every key that --set takes.")],
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One of them; a method with its options.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List methods, data sets, models, recipes or options; with the NAME of a method, its options."""
+    if kind is Kind.options:
+        _list_options(name, as_json)
+    elif kind is Kind.methods and name is not None:
+        _list_method(name, as_json)
+    else:
+        _list_names(kind, name, as_json)
+
+
+def _list_names(kind: Kind, name: str | None, as_json: bool) -> None:
+    rows = {"methods": _methods, "datasets": _datasets, "models": _models, "recipes": _recipes}[kind.value]()
+    if name is not None:
+        from fedloom.core.errors import ConfigError, unknown
+
+        if name not in dict(rows):
+            raise ConfigError(unknown(kind.value.removesuffix("s"), name, dict(rows)))
+        rows = [(name, dict(rows)[name])]
+    if as_json:
+        print_json({kind.value: [{"name": key, "about": about} for key, about in rows]})
+        return
+    width = max((len(key) for key, _ in rows), default=0)
+    for key, about in rows:
+        typer.echo(f"{key:<{width}}  {about}")
+
+
+def _list_method(name: str, as_json: bool) -> None:
+    """The docstring of a method, its options and its presets."""
+    from fedloom.config.describe import method_settings
+    from fedloom.methods import documentation, presets
+
+    settings, known, about = method_settings(name), presets(name), documentation(name)
+    if as_json:
+        options = [setting._asdict() for setting in settings]
+        print_json({"method": name, "about": about, "options": options, "presets": dict(known)})
+        return
+    typer.echo(about)
+    typer.echo("\noptions" if settings else "\nno options")
+    _print_settings(settings)
+    typer.echo("\npresets")
+    for preset, values in known.items():
+        typer.echo(f"  {preset}: " + (", ".join(f"{k} {v}" for k, v in values.items()) or "the defaults above"))
+
+
+def _list_options(name: str | None, as_json: bool) -> None:
+    """Every key of the configuration; name: only keys that begin so."""
+    from fedloom.config.describe import tree_settings
+    from fedloom.core.errors import ConfigError, unknown
+
+    groups = tree_settings()
+    if name is not None:
+        known = {setting.key for group in groups for setting in group.settings}
+        kept = [(g, [s for s in g.settings if f"{s.key}.".startswith(f"{name}.")]) for g in groups]
+        groups = [group._replace(settings=settings) for group, settings in kept if settings]
+        if not groups:
+            raise ConfigError(unknown("key", name, known))
+    if as_json:
+        print_json({"options": [_plain(group) for group in groups]})
+        return
+    for group in groups:
+        head = ": ".join(part for part in (group.title, group.about) if part)
+        typer.echo(f"{head}\n" if head else "", nl=False)
+        _print_settings(group.settings)
+        typer.echo("")
+
+
+def _plain(group: Any) -> dict[str, Any]:
+    return {**group._asdict(), "settings": [setting._asdict() for setting in group.settings]}
+
+
+def _print_settings(settings: Sequence[Setting]) -> None:
+    shown = ["required" if s.default is None else s.default for s in settings]
+    wide = max((len(s.key) for s in settings), default=0), max(map(len, shown), default=0)
+    for setting, default in zip(settings, shown, strict=True):
+        typer.echo(f"  {setting.key:<{wide[0]}}  {default:<{wide[1]}}  {setting.allowed}")
+
+
+def _methods() -> list[tuple[str, str]]:
+    from fedloom.methods import summaries
+
+    return [*summaries(), ("package.module:attribute", "a method of your own")]
+
+
+def _datasets() -> list[tuple[str, str]]:
+    from fedloom.data import catalogue
+
+    return catalogue()
+
+
+def _models() -> list[tuple[str, str]]:
+    from fedloom.models.registry import names
+
+    return [*names().items(), ("package.module:factory", "a network of your own")]
+
+
+def _recipes() -> list[tuple[str, str]]:
+    from fedloom.config.layers import RECIPES, recipe_names
+
+    rows = []
+    for name in recipe_names():
+        head = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n#\n")[0]
+        rows.append((name, " ".join(line.lstrip("# ") for line in head.splitlines())))
+    return rows
