@@ -28,9 +28,9 @@ def network() -> Any:
     """A dense network of 11 M parameters."""
     from torch import nn
 
-    from fedloom.core.seeds import seeded_init
+    from fedloom.core.seeds import seeded
 
-    with seeded_init(0, "payload"):
+    with seeded(0, "payload"):
         return nn.Sequential(
             nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2600), nn.ReLU(), nn.Linear(2600, 2114), nn.ReLU(),
             nn.Linear(2114, 10),

@@ -18,7 +18,7 @@ from torch import nn
 
 import fedloom
 from fedloom import api
-from fedloom.core.errors import CheckpointError, ConfigError, Interrupted, RunError
+from fedloom.core.errors import CheckpointError, ConfigError, DataError, Interrupted, RunError
 from fedloom.evaluate.summary import SUMMARY_KEYS
 
 SMALL = {
@@ -93,6 +93,77 @@ def test_own_arrays_predict(tmp_path: Path) -> None:
         done.predict(x[:, :2])
     with pytest.raises(fedloom.FedloomError, match="inputs are empty"):
         done.predict(x[:0])
+    for wrong, words in (
+        ("img.png", "got the text 'img.png'; for files use `fedloom predict"),
+        (None, "must be numbers"),
+        ([[1.0], [1.0, 2.0]], "must be an array or a tensor"),
+        ([["a"] * 4], "must be numbers"),
+        (np.where(np.arange(4) == 2, np.nan, x[:3]), "inputs hold NaN, the first at position 0"),
+        (torch.tensor([[0.0] * 4, [float("inf")] * 4]), "inputs hold infinite values, the first at position 1"),
+    ):
+        with pytest.raises(DataError, match=words):
+            done.predict(wrong)
+    with pytest.raises(ConfigError, match="folder must be the path of a folder, got a int"):
+        fedloom.load_run(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_eight_bit_models_take_no_scaled_floats(tmp_path: Path) -> None:
+    done = fedloom.run(DIGITS, out=tmp_path / "run")
+    x = np.random.default_rng(0).integers(0, 256, (3, 1, 8, 8), dtype=np.uint8)
+    want = done.scores(x)
+    for same in (x.astype(np.float32), x.astype(np.uint16), x.astype(np.int64)):
+        assert np.array_equal(done.scores(same), want)
+    for wrong in (x / 255, (x > 99).astype(np.float64), x > 99, x.astype(int) + 256, x.astype(int) - 256):
+        with pytest.raises(DataError, match=r"from 0 to 255 \(integers, or floats that are whole numbers\), got"):
+            done.predict(wrong)
+    with pytest.raises(DataError, match="inputs hold NaN, the first at position 0"):
+        done.predict(np.where(x > 99, np.nan, 1.0))
+    assert (done.folder / "model" / "model.safetensors").stat().st_mode == (done.folder / "env.json").stat().st_mode
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"engine.workers is 2"):
+        fedloom.run(
+            DIGITS, model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), engine={"workers": 2},
+            out=tmp_path / "deep" / "run",
+        )  # fmt: skip
+    assert not (tmp_path / "deep").exists()
+
+    def broken(self: Any, ctx: Any) -> None:
+        raise ConfigError("no such thing")
+
+    monkeypatch.setattr("fedloom.core.Method.init_server", broken)
+    with pytest.raises(ConfigError, match="no such thing"):
+        fedloom.run(DIGITS, out=tmp_path / "deep" / "run")
+    assert not (tmp_path / "deep").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="no such thing"):
+        fedloom.run(DIGITS, out=tmp_path / "mine")
+    assert (tmp_path / "mine").is_dir(), "the user's own folder stays"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_log_that_a_sentence_names_outlives_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, ctx: Any) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("fedloom.core.Method.init_server", broken)
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError: oops \(test_api.py:\d+; traceback in ") as caught:
+        fedloom.run(DIGITS, out=tmp_path / "run")
+    log = Path(str(caught.value).partition("traceback in ")[2].rstrip(")"))
+    assert not (tmp_path / "run").exists() and "oops" in log.read_text()
+    log.unlink()
+    log.parent.rmdir()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_progress_is_told_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fedloom.run(DIGITS, out=tmp_path / "a")
+    assert not capsys.readouterr().err
+    fedloom.run(DIGITS, out=tmp_path / "b", verbose=True)
+    assert "stage 1 of 2, round 0 of 1: 2 clients" in capsys.readouterr().err
 
 
 def test_own_arrays_need_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +216,9 @@ def test_configure_takes_names_and_mappings() -> None:
     assert (data, model) == (None, None)
     x = blobs()
     name, tree, data, _ = api.configure(None, data=x)
-    assert data is x and name == "run" and tree.model.name == "auto"
+    assert data is x and name == "own-data" and tree.model.name == "auto"
+    with pytest.raises(ConfigError, match="method must be a name or a mapping of the section, got a int"):
+        api.configure(None, method=5)
     with pytest.raises(ConfigError, match="unknown key 'trainin'"):
         api.configure(None, trainin={"rounds": 1})
 
@@ -203,7 +276,7 @@ def test_a_failed_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         fedloom.run(DIGITS, out=tmp_path / "a")
     assert (tmp_path / "a" / "FAILED").read_text() == "no client replied\n"
     end_with(ZeroDivisionError("oops"), monkeypatch)
-    with pytest.raises(RunError, match=r"ZeroDivisionError \(oops\); the traceback is in .*log.txt"):
+    with pytest.raises(RunError, match=r"ZeroDivisionError: oops \(test_api.py:\d+; traceback in .*log.txt\)"):
         fedloom.run(DIGITS, out=tmp_path / "b")
     assert "Traceback" in (tmp_path / "b" / "log.txt").read_text()
     assert (tmp_path / "b" / "FAILED").exists()
@@ -231,7 +304,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'runn'"):
         _ = fedloom.runn
-    assert {"run", "load_run", "Run"} <= set(dir(fedloom))
+    assert dir(fedloom) == sorted(fedloom.__all__)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -240,4 +313,4 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     script = Path(__file__).parents[1] / "examples" / "own_data.py"
     found = runpy.run_path(str(script))
     assert found["run"].summary["final_accuracy"] > 0.9
-    assert "/runs/run/" in capsys.readouterr().out
+    assert "/runs/own-data/" in capsys.readouterr().out

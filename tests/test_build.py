@@ -160,7 +160,7 @@ def test_a_data_root_without_the_data_set_names_the_folder(tmp_path: Path) -> No
 def test_workers_auto_is_one_for_short_runs_and_all_cores_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert build(resolve(DIGITS)).options.workers == 1
-    long = {"training": {"rounds": 10_000_000}}
+    long = {"training": {"rounds": 1_000_000}}
     assert build(resolve(DIGITS, long)).options.workers == 8
     assert build(resolve(DIGITS, long, {"engine": {"threads": 2}})).options.workers == 4
 
@@ -212,6 +212,7 @@ def test_a_method_outside_the_package(tmp_path: Path, monkeypatch: pytest.Monkey
     assert method(resolve({"method": {"name": "mine:Mine", "volume": 4}})).volume == 4
     for name, sentence in (
         ("mine:nope", "module 'mine' has no attribute 'nope'"),
+        ("mine:factry", "Did you mean 'factory'?"),
         ("mine:number", "must be a function or a class"),
         ("mine:unresolvable", "a type in its signature cannot be resolved"),
     ):
@@ -225,8 +226,16 @@ def test_a_method_outside_the_package(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_broken_module_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_method.py").write_text("raise RuntimeError('two\\nlines')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"cannot be imported \(RuntimeError: two\)"):
+    with pytest.raises(ConfigError, match=r"\(RuntimeError: two, broken_method.py:1\); correct that line"):
         resolve({"method": {"name": "broken_method:x"}})
+    (tmp_path / "slip.py").write_text("def x(:\n")
+    with pytest.raises(ConfigError, match=r"\(SyntaxError: .*, slip.py:1\); correct that line"):
+        resolve({"method": {"name": "slip:x"}})
+    with pytest.raises(ConfigError, match=r"No module named 'nowhere'\); run from its folder or install it"):
+        resolve({"method": {"name": "nowhere:x"}})
+    (tmp_path / "needy.py").write_text("import nowhere\n")
+    with pytest.raises(ConfigError, match=r"needy.py:1\); install 'nowhere' or correct the import"):
+        resolve({"method": {"name": "needy:x"}})
 
 
 def test_own_arrays_are_found_again_by_content() -> None:

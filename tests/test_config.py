@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.config import config_hash, overrides, recipe_names, resolve, resolve_source
+from fedloom.config.describe import method_settings, tree_settings
 from fedloom.config.digest import data_kind
 from fedloom.config.layers import merge, parse
+from fedloom.config.sections import Config
+from fedloom.config.words import keys
 from fedloom.core.errors import ConfigError, FedloomError
 
 WRONG = [
@@ -49,7 +52,8 @@ WRONG = [
     ("partition.alpha=.nan", "partition.alpha must be a finite number"),
     ("partition.clients=0", "partition.clients must be at least 1, got 0"),
     ("partition.kind=dirichlt", "Did you mean 'dirichlet'?"),
-    ("partition=dirichlet", "partition must be a mapping of options"),
+    ("partition=3", "partition must be a mapping of options"),
+    ("training.optimizer=adam", "unknown training.optimizer.name 'adam'. Did you mean 'adamw'?"),
     ("stream.tasks=0", "stream.tasks must be coarse or fine or a whole number of at least 1, got 0"),
     ("stream.class_order=sorted", "stream.class_order must be seeded, natural or a list of class ids"),
     ("stream.arrival=[1]", "stream.arrival must be synchronous"),
@@ -100,6 +104,44 @@ def test_wrong_method_options(pair: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(overrides(["method=fedprox", pair]))
     assert sentence in str(caught.value)
+
+
+def test_a_bare_name_stands_for_a_section_with_that_choice() -> None:
+    pairs = ["partition=iid", "stream=static", "model=mlp", "training.optimizer=adamw", "training.optimizer.lr=0.5"]
+    tree = resolve(overrides([*pairs, "engine.threads=2", "engine=serial"]))
+    assert (tree.partition.kind, tree.stream.kind, tree.model.name) == ("iid", "static", "mlp")
+    assert (tree.training.optimizer.name, tree.training.optimizer.lr) == ("adamw", 0.5)
+    assert (tree.engine.name, tree.engine.threads) == ("serial", 2), "a name leaves its section's keys alone"
+    layer = {"training": {"optimizer": "adamw", "schedule": "cosine"}, "data": "sklearn/digits"}
+    assert resolve(layer).training.schedule.name == "cosine"
+    assert resolve(layer, {"training.optimizer.lr": 0.5}).training.optimizer.name == "adamw"
+
+
+def test_an_option_of_other_methods_is_said_to_be_theirs() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option of fedavg 'method.mu': it is an option of fedfmx, fedprox"):
+        resolve(overrides(["method=fedavg", "method.mu=0.1"]))
+
+
+def test_no_library_speaks_in_a_sentence() -> None:
+    for pair in ("method.stop=pt", "method.body=pt", "method.empty_value=[1]"):
+        with pytest.raises(ConfigError) as caught:
+            resolve(overrides(["method=fedfmx", pair]))
+        assert "Value error" not in str(caught.value) and "valid" not in str(caught.value)
+
+
+def test_settings_are_described_by_the_schema() -> None:
+    options = {s.key: s for s in method_settings("fedprox")}
+    assert options["method.mu"] == ("method.mu", "0.01", "a number at least 0")
+    assert options["method.label_scope"].allowed == "seen | current"
+    groups = {group.title: group for group in tree_settings()}
+    adamw = {s.key: s for s in groups["training.optimizer.name=adamw"].settings}
+    assert adamw["training.optimizer.betas"].default == "[0.9, 0.999]"
+    assert "a number in [0, 1)" in adamw["training.optimizer.betas"].allowed
+    assert groups["stream.kind=class_incremental (default)"].about.startswith("Classes arrive task by task.")
+    known = {s.key for group in groups.values() for s in group.settings}
+    chosen = {"stream.kind", "partition.kind", "training.schedule.name", "training.optimizer.name"}
+    sections = {"data", "stream", "partition", "model", "training", "engine", "evaluate", "checkpoint", "method"}
+    assert set(keys(Config)) - known <= chosen | sections | {"training.schedule", "training.optimizer"}
 
 
 def test_probabilities_of_fedfmx_have_ranges() -> None:

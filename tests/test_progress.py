@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fedloom.cli.progress import Lines, Live, observer
 from fedloom.engine.experiment import Observer
+from fedloom.progress import Lines, Live, observer
 
-INFO = {"stages": 2, "rounds": 3, "clients": 5, "workers": 2, "resumed_from": "stage 1, trip 0"}
+INFO = {"stages": 2, "rounds": 3, "clients": 5, "workers": 2, "resumed_from": "stage 1, round 0"}
 ROUND: dict[str, Any] = {
     "stage": 0, "round": 1, "exchange": "train", "scope": "round", "clients": 4, "failed": 1, "rejected": 2,
     "degraded": True, "bytes_up": 10, "bytes_down": 20, "seconds": 0.5, "train/loss": 1.25, "train/extra": 3.0,
@@ -27,12 +27,17 @@ def test_one_line_per_round_and_stage(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr()
     assert not said.out
     assert said.err.splitlines() == [
-        "5 clients, 2 stages of 3 rounds, 2 workers, resumed from stage 1, trip 0",
-        "stage 1/2 round 2/3: 4 clients, loss 1.25, 1 failed, 2 rejected, degraded, 0.50 s",
-        "stage 1/2 measure: 4 clients, loss 1.25, 0.50 s",
-        "stage 1/2 done: accuracy 0.500 on 4 classes, none on the current ones",
+        "5 clients, 2 stages of 3 rounds, counted from 0, 2 workers, resumed at stage 1, round 0",
+        "stage 0 of 2, round 1 of 3: 4 clients, loss 1.25, 1 failed, 2 rejected, degraded, 0.50 s",
+        "stage 0 of 2, measure: 4 clients, loss 1.25, 0.50 s",
+        "stage 0 of 2 done: accuracy 0.500 on 4 classes, none on the current ones",
         "note: client 3 failed",
     ]
+
+
+def test_one_is_no_plural(capsys: pytest.CaptureFixture[str]) -> None:
+    Lines().started({**INFO, "stages": 1, "rounds": 1, "clients": 1, "workers": 1, "resumed_from": None})
+    assert capsys.readouterr().err == "1 client, 1 stage of 1 round, counted from 0\n"
 
 
 def test_verbose_says_every_measure() -> None:
@@ -52,7 +57,7 @@ def test_live_bars_stand_where_the_run_stands(capsys: pytest.CaptureFixture[str]
     live.close()
     assert (rounds.completed, rounds.total) == (2, 6)
     assert (clients.completed, clients.total) == (2, 4)
-    assert "stage 1/2 done" in capsys.readouterr().err
+    assert "stage 0 of 2 done" in capsys.readouterr().err
 
 
 def test_the_observer_fits_the_terminal() -> None:

@@ -108,7 +108,7 @@ def run(
 
     if verbose or (verbose is None and not quiet_by_default()):
         observers = [*observers, Lines()]
-    return start(built, _path("out", out) if out is not None else new_folder(name), observers, own_model)
+    return start(built, checked_path("out", out) if out is not None else new_folder(name), observers, own_model)
 
 
 def configure(
@@ -212,11 +212,11 @@ def resume(
     """
     from fedloom.engine.folder import RunFolder
 
-    path = _path("path", path)
-    if not path.is_dir():
-        raise CheckpointError(f"'{path}' does not exist; name the folder of a run")
+    path = _run_folder("path", path)
     if (path / "DONE").exists() and (path / "summary.json").exists():
-        return load_run(path, model=model)
+        found = load_run(path, model=model)
+        (path / "FAILED").unlink(missing_ok=True)  # of an earlier try
+        return found
     with RunFolder.open(path) as folder:
         built = _rebuilt(folder, workers, data, model)
         return Run(folder.path, _carry_out(built, folder, observers), model)
@@ -241,17 +241,20 @@ def _rebuilt(folder: RunFolder, workers: int | None, data: Any, model: Any) -> B
 
 def load_run(folder: str | Path, *, model: Any = None) -> Run:
     """Open a finished run. model: the user's own network, where the run was given one."""
-    path = _path("folder", folder)
-    if not path.is_dir():
-        raise CheckpointError(f"'{path}' does not exist; name the folder of a run")
+    path = _run_folder("folder", folder)
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        if not isinstance(summary, dict) or "final_accuracy" not in summary:
+            raise ValueError("it holds no summary of a run")
     except FileNotFoundError:
         raise CheckpointError(
             f"'{path}' holds no summary.json: the run has not ended; continue it with `fedloom resume {path}`"
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{path / 'summary.json'}' is damaged ({error})") from error
+        raise CheckpointError(
+            f"'{path / 'summary.json'}' is damaged ({error}); to write it again delete '{path / 'DONE'}' and run "
+            f"`fedloom resume {path}`"
+        ) from error
     return Run(path, summary, model)
 
 
@@ -350,10 +353,27 @@ def scenario(config: Config, built: Built) -> str:
     return f"{first}; {second}"
 
 
-def _path(name: str, value: Any) -> Path:
+def checked_path(name: str, value: Any) -> Path:
+    """A path that the user gave, `~` expanded; `ConfigError` for what is none."""
     if not isinstance(value, str | Path):
         raise ConfigError(f"{name} must be the path of a folder, got a {type(value).__name__}")
-    return Path(value)
+    if not str(value):
+        raise ConfigError(f"{name} is empty; name a folder")
+    try:
+        path = Path(value).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user, a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{name} '{str(value)[:60]}' is no usable path: {reason}; name another") from error
+    return path
+
+
+def _run_folder(name: str, value: Any) -> Path:
+    path = checked_path(name, value)
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"'{path}' {found}; name the folder of a run")
+    return path
 
 
 def _like(found: Any, given: Any) -> Any:

@@ -53,12 +53,23 @@ def build(config: Config, *, data: Any = None, model: Any = None) -> Built:
     source = _source(config, data)
     config = _resolved(config, source, data, model)
     made = _experiment(config, source, model)
-    module = made.method.module(made.spec)
+    module = _module(made)
     layout = _layout(config, module)
     tree = _with(config, "training", memory_format=layout)
     made = replace(made, forward=forward(tree), **_rebuild(tree, source, model))
     key = config_hash(tree.as_dict(), source.fingerprint, made.forward.device.type, layout)
     return Built(tree, source, made, _options(tree, made, module, key), key, module)
+
+
+def _module(made: Experiment) -> nn.Module:
+    try:
+        return made.method.module(made.spec)
+    except FedloomError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "allocate" in str(error):
+            raise ConfigError("the model does not fit into memory; lower its widths or the method's experts") from error
+        raise
 
 
 def experiment(config: Config | Mapping[str, Any], *, data: Any = None, model: Any = None) -> Experiment:
@@ -167,7 +178,7 @@ def _source(config: Config, data: Any) -> Source:
         return data
     if isinstance(data, str):
         raise DataError(f"data must be arrays or a dataset, got the name '{data}'; names go to data={{'name': ...}}")
-    return load_source(data, test_fraction=config.data.test_fraction)
+    return load_source(data, **config.data.model_dump(exclude={"name", "root", "augment"}))
 
 
 def _resolved(config: Config, source: Source, data: Any, model: Any) -> Config:

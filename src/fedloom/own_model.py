@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, FedloomError, origin
 from fedloom.core.payload import digest
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.models.heads import Classifier
 
 EXPECTED = (
@@ -62,12 +63,21 @@ class OwnSpec:
     def make(self) -> nn.Module:
         """A new copy of the user's module, the same values each time."""
         if isinstance(self.source, nn.Module):
-            return copy.deepcopy(self.source)
+            return _copied(self.source)
         known = {"num_classes": self.num_classes, "input_shape": self.input_shape}
-        takes = inspect.signature(self.source).parameters
-        given = {k: v for k, v in known.items() if k in takes} | dict(self.options)
-        with seeded_init(self.seed, "backbone"):
-            module = self.source(**given)
+        given = {k: v for k, v in known.items() if k in _takes(self.source)} | dict(self.options)
+        try:
+            with seeded(self.seed, "backbone"):
+                module = self.source(**given)
+        except FedloomError:
+            raise
+        except Exception as error:  # a factory is code of the user
+            cause = f"{type(error).__name__}: {_first_line(error)} {origin(error, own=False)}".strip()
+            raise ConfigError(
+                f"model: the factory {_name(self.source)} fails when called with {', '.join(given) or 'nothing'} "
+                f"({cause}); arguments besides num_classes and "
+                "input_shape come from model.options"
+            ) from error
         if not isinstance(module, nn.Module):
             raise ConfigError(f"model: the factory returned a {type(module).__name__}, not a torch module")
         return module
@@ -86,23 +96,24 @@ class OwnSpec:
         if not self.features:
             return _with_class_rows(self.make(), self.num_classes)
         body = self.backbone()
-        with seeded_init(self.seed, "head"):
+        with seeded(self.seed, "head"):
             return Classifier(body, self.num_classes)
 
 
 def own_spec(source: Any, num_classes: int, input_shape: tuple[int, ...], seed: int, **options: Any) -> OwnSpec:
     """Find out, with one input of zeros, what the user's network is; `ConfigError` says what was expected."""
     if not callable(source):
-        raise ConfigError(f"model must be a name, {EXPECTED} or a function that makes one, got {source!r}")
+        raise ConfigError(f"model must be a name, {EXPECTED} or a function that makes one, got {repr(source)[:60]}")
     spec = OwnSpec(source, num_classes, tuple(input_shape), seed, options=tuple(sorted(options.items())))
     module = spec.make().eval()
+    _check_parameters(module)
     try:
         with torch.no_grad():
             out = module(torch.zeros(2, *input_shape))
     except Exception as error:  # any failure of the user's forward is told in one sentence
         raise ConfigError(
             f"model: {type(module).__name__} fails on inputs of shape [2, {', '.join(map(str, input_shape))}] "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            f"({type(error).__name__}: {_first_line(error)})"
         ) from error
     out = out["logits"] if isinstance(out, dict) and "logits" in out else out
     shape = tuple(out.shape) if isinstance(out, torch.Tensor) else None
@@ -116,9 +127,50 @@ def own_spec(source: Any, num_classes: int, input_shape: tuple[int, ...], seed: 
     )
 
 
+def _check_parameters(module: nn.Module) -> None:
+    name, found = type(module).__name__, list(module.named_parameters())
+    lazy = next((n for n, p in (*found, *module.named_buffers()) if isinstance(p, UninitializedTensorMixin)), None)
+    if lazy is not None:
+        raise ConfigError(
+            f"model: '{lazy}' of {name} has no values yet (a lazy layer); call the model once on an input, or give "
+            "the layer its width"
+        )
+    odd = next((n for n, p in found if p.is_meta or not p.dtype.is_floating_point), None)
+    if odd is not None:
+        raise ConfigError(f"model: parameter '{odd}' of {name} holds no floating-point values; give it some")
+    if not any(p.requires_grad for _, p in found):
+        raise ConfigError(f"model: {name} has no trainable parameter; give it one, or unfreeze some (requires_grad)")
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # modules may hold anything
+        raise ConfigError(
+            f"model: {type(module).__name__} cannot be copied ({type(error).__name__}: {_first_line(error)}); pass a "
+            "function that makes it"
+        ) from error
+
+
+def _takes(source: Any) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(source).parameters
+    except (TypeError, ValueError):  # functions written in C have no signature
+        return {}
+
+
+def _name(source: Any) -> str:
+    return str(getattr(source, "__qualname__", type(source).__name__))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
 def identity(source: Any) -> str:
     """A name for the record and the hash: class or function, and a digest of a module's initial values."""
     if isinstance(source, nn.Module):
+        _check_parameters(source)
         values = digest({"state": {k: v for k, v in source.state_dict().items() if isinstance(v, torch.Tensor)}})
         sha = hashlib.sha256(f"{source!r}{values}".encode()).hexdigest()
         return f"object:{type(source).__name__}-{sha[:16]}"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from fedloom.engine.experiment import Observer
+from fedloom.terminal import say
 
 Row = Mapping[str, Any]
 
@@ -18,12 +20,16 @@ def observer(quiet: bool, verbose: bool) -> Observer:
     """The observer for stderr as it is: terminal, pipe, or nothing at all with `quiet`."""
     if quiet:
         return Observer()
-    return Live(verbose) if sys.stderr.isatty() else Lines(verbose)
+    return Live(verbose) if _is_terminal() else Lines(verbose)
 
 
 def quiet_by_default() -> bool:
     """Whether nobody reads stderr: neither a terminal nor a notebook."""
-    return not sys.stderr.isatty() and "ipykernel" not in sys.modules
+    return not _is_terminal() and "ipykernel" not in sys.modules
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
 
 
 class Lines(Observer):
@@ -54,7 +60,7 @@ class Lines(Observer):
 
     def say(self, text: str) -> None:
         """Write a line."""
-        print(text, file=sys.stderr, flush=True)
+        say(text, err=True)
 
     def round_line(self, row: Row) -> str:
         """Where, how many clients, the loss, the seconds, and what went wrong; everything with `verbose`."""
@@ -94,7 +100,8 @@ class Live(Lines):
         self.total = info["rounds"] * info["stages"]
         self.round_bar = self.bars.add_task("rounds", total=self.total, text="")
         self.client_bar = self.bars.add_task("clients", total=None, text="")
-        self.bars.start()
+        with suppress(OSError, ValueError):
+            self.bars.start()
         super().started(info)
 
     def client_done(self, done: int, total: int) -> None:
@@ -112,11 +119,13 @@ class Live(Lines):
 
     def say(self, text: str) -> None:
         """Write a line above the bars."""
-        self.bars.console.print(text, markup=False, highlight=False)
+        with suppress(OSError, ValueError):  # a terminal that has gone; the run goes on
+            self.bars.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         """Take the bars away."""
-        self.bars.stop()
+        with suppress(OSError, ValueError):
+            self.bars.stop()
 
 
 def _many(count: int, noun: str) -> str:

@@ -107,7 +107,9 @@ def _array(x: Any) -> Any:
     try:
         found = np.array(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"inputs must be an array or a tensor, and a {type(x).__name__} makes none ({error})") from error
+        raise DataError(
+            f"inputs must be an array or a tensor, and a {type(x).__name__} makes none ({error})"
+        ) from error
     if found.dtype.kind == "u" and found.itemsize > 1:
         found = found.astype(np.int64)  # torch has few operations for wide unsigned integers
     if found.dtype.kind not in "fiub":
@@ -139,12 +141,26 @@ def open_served(folder: Path, model: Any = None) -> Served:
 def _meta(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        found["class_names"], found["input_shape"], found["seen"]
+        _check_meta(found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is missing or damaged ({type(error).__name__}); run the configuration again"
         ) from error
     return found
+
+
+def _check_meta(found: Any) -> None:
+    """Raise `ValueError`, `KeyError` or `TypeError` unless the values have the kinds that `describe` writes."""
+    numbers = {key: list(found[key]) for key in ("input_shape", "seen", "current", "mean", "std")}
+    whole = [found["stages"], found["rounds"], *numbers["input_shape"], *numbers["seen"], *numbers["current"]]
+    names = list(found["class_names"])
+    fits = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in whole)
+    fits = fits and all(isinstance(v, int | float) for v in (*numbers["mean"], *numbers["std"]))
+    fits = fits and bool(names) and all(isinstance(name, str) for name in names) and found["stages"] > 0
+    if not fits or found["stored"] not in ("uint8", "float32") or len(numbers["mean"]) != len(numbers["std"]):
+        raise ValueError("values of the wrong kind")
+    if not numbers["input_shape"] or max((*numbers["seen"], *numbers["current"]), default=0) >= len(names):
+        raise ValueError("a shape or class that cannot be")
 
 
 def _context(config: Any, made: Method, meta: Mapping[str, Any], model: Any) -> Context:

@@ -47,7 +47,7 @@ def test_a_run_ends_with_table_picture_and_report(finished: Path) -> None:
     assert f"picture: {finished / 'accuracy.png'}" in printed
     assert f"report: {finished / 'report.html'}" in printed
     said = (finished / "said.txt").read_text().splitlines()
-    assert sum("round 1/1" in line for line in said) == 2
+    assert sum("round 0 of 1: " in line for line in said) == 2
     assert sum("done: accuracy" in line for line in said) == 2
 
 
@@ -55,6 +55,7 @@ def test_json_is_one_object_on_stdout(tmp_path: Path, no_pictures: None) -> None
     result = call("run", *TWO, "--out", tmp_path / "a", "--json")
     summary = json.loads(result.stdout)
     assert result.exit_code == 0 and result.stdout.count("\n") == 1
+    assert summary.pop("folder") == str(tmp_path / "a") and summary.pop("report") is None
     assert summary == json.loads((tmp_path / "a" / "summary.json").read_text())
     assert not result.stderr
 
@@ -127,6 +128,44 @@ def test_usage_errors_exit_2(arguments: list[str]) -> None:
     assert call(*arguments).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "--lr", "0.1"], "no such option: --lr; use --set training.optimizer.lr=0.1"),
+        (["run", "--model=mlp"], "no such option: --model; use --set model.name=mlp"),
+        (["show-data", "--clients", 3], "no such option: --clients; use --set partition.clients=3"),
+        (["run", "--local-epochs"], "use --set training.local_epochs=VALUE"),
+        (["run", "--mu", "0.1"], "use --set method.mu=0.1"),
+        (["run", "--zzz", "1"], "Keys of the configuration are set with --set KEY=VALUE"),
+        (["run", "--seeed", "1"], "Did you mean --seed?"),
+        (["report", "x", "--outt", "1"], "no such option: --outt. Did you mean --out?"),
+        (["run", "--seed", "abc"], "must be a whole number"),
+        (["export", "x", "--format", "pt"], "'pt' is not one of"),
+        (["list", "options", "nope"], "unknown key 'nope'"),
+        (["list", "models", "mlpp"], "unknown model 'mlpp'. Did you mean 'mlp'?"),
+        (["list", "methods", "fedprx"], "unknown method 'fedprx'. Did you mean 'fedprox'?"),
+    ],
+)
+def test_wrong_usage_is_answered_with_what_was_meant(arguments: list[str], sentence: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert sentence in " ".join(result.stderr.split())
+    assert "Value error" not in result.stderr and "Input should" not in result.stderr
+
+
+def test_list_shows_the_options_of_a_method_and_every_key() -> None:
+    text = call("list", "methods", "fedprox").stdout
+    assert text.startswith("FedProx: FedAvg with a proximal term") and "Source: Li et al." in text
+    assert "method.mu           0.01   a number at least 0" in text and "paper: the defaults above" in text
+    found = json.loads(call("list", "methods", "fedfmx", "--json").stdout)
+    assert {"key": "method.rho", "default": "0.95", "allowed": "a number in [0, 1)"} in found["options"]
+    text = call("list", "options").stdout
+    assert "training.optimizer.name=adamw: AdamW" in text and "\n  seed" in text
+    some = call("list", "options", "checkpoint").stdout
+    assert "checkpoint.keep" in some and "training" not in some
+    assert json.loads(call("list", "options", "seed", "--json").stdout)["options"][0]["settings"][0]["key"] == "seed"
+
+
 def test_a_folder_in_use_or_not_empty_is_refused(finished: Path) -> None:
     result = call("run", *TWO, "--out", finished)
     assert result.exit_code == 2 and "which is not empty" in result.stderr
@@ -150,10 +189,10 @@ def test_interruption_exits_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_unforeseen_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def configure(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(api, "configure", configure)
+    monkeypatch.setattr("fedloom.config.resolve_source", fail)
     result = call("run")
     assert result.exit_code == 1
     assert "Traceback" not in result.stderr
@@ -168,7 +207,8 @@ def test_a_run_that_fails_in_training_exits_1(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("fedloom.methods.fedavg.FedAvg.client_update", work)
     result = call("run", *TWO, "--out", tmp_path / "a", "--workers", 1)
     assert result.exit_code == 1
-    assert "my bug" in result.stderr.splitlines()[-1]
+    assert "my bug (test_commands.py:" in result.stderr.splitlines()[-1]
+    assert f"traceback in {tmp_path / 'a' / 'log.txt'})" in result.stderr.splitlines()[-1]
     assert (tmp_path / "a" / "FAILED").exists()
 
 
@@ -176,6 +216,7 @@ def test_resume_of_a_finished_run_prints_it(finished: Path) -> None:
     result = call("resume", finished, "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["method"] == "fedavg"
+    assert json.loads(result.stdout)["report"] == str(finished / "report.html")
     assert "is done; nothing to resume" in result.stderr
 
 
@@ -237,6 +278,27 @@ def test_predict_reads_arrays_images_and_tables(finished: Path, tmp_path: Path) 
     assert len(lines) == 1 and lines[0].startswith("0.png")
 
 
+def test_predict_says_what_it_did_to_an_image(finished: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    for k in range(2):
+        Image.new("RGB", (32, 32)).save(tmp_path / f"{k}.png")
+    result = call("predict", finished, "--input", tmp_path)
+    assert result.exit_code == 0
+    changed = (
+        "was converted from RGB to grey and resized from 32x32 to 8x8 to fit the model, and 1 more images likewise"
+    )
+    assert f"0.png' {changed}" in result.stderr and result.stderr.count("note:") == 1
+
+
+def test_predict_takes_no_scaled_floats(finished: Path, tmp_path: Path) -> None:
+    for x, words in ((np.full((2, 8, 8), 0.5), "from 0 to 255"), (np.full((2, 8, 8), np.nan), "inputs hold NaN")):
+        np.save(tmp_path / "x.npy", x)
+        result = call("predict", finished, "--input", tmp_path / "x.npy")
+        assert result.exit_code == 2 and words in result.stderr
+    assert "values from 0 to 255" in " ".join(call("predict", "--help").stdout.split())
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
@@ -274,6 +336,8 @@ def test_report_of_several_runs(finished: Path, tmp_path: Path) -> None:
 def test_doctor_names_a_mend_for_every_finding(tmp_path: Path) -> None:
     found = json.loads(call("doctor", "--json").stdout)["findings"]
     assert all(item["mend"] for item in found if item["level"] != "ok")
+    extras = [item for item in found if item["level"] == "note" and item["what"].startswith("extra")]
+    assert all(item["mend"].startswith("pip install -e '.[") for item in extras), "these are the sources"
     missing = call("doctor", "--data-root", tmp_path / "nope")
     assert missing.exit_code == 1 and "is not a folder" in missing.stderr
     (tmp_path / "uoft-cs" / "cifar10").mkdir(parents=True)

@@ -9,7 +9,7 @@ from torch import nn
 from fedloom.core import ConfigError, Context, Forward, Net, PayloadError, Stage
 from fedloom.core.context import state_buffers
 from fedloom.core.payload import digest
-from fedloom.core.seeds import generator, seeded_init
+from fedloom.core.seeds import generator, seeded
 from toys.federation import BlobSpec
 from toys.slim import SlimNet
 
@@ -26,7 +26,7 @@ class Partly(nn.Module):
 
     def __init__(self):
         super().__init__()
-        with seeded_init("partly"):
+        with seeded("partly"):
             self.body = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).requires_grad_(False)
             self.token = nn.Parameter(torch.zeros(4), requires_grad=False)
             self.head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from fedloom.core.seeds import generator, seed_for, seeded_init
+from fedloom.core.seeds import generator, seed_for, seeded
 
 
 def test_keys_are_told_apart_by_value_type_and_place():
@@ -16,13 +16,13 @@ def test_the_streams_never_change_between_versions():
     assert torch.equal(torch.rand(3, generator=generator(5, "x")), torch.rand(3, generator=generator(5, "x")))
 
 
-def test_seeded_init_leaves_the_global_generator_alone():
+def test_seeded_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
-    with seeded_init(3, "net"):
+    with seeded(3, "net"):
         one = torch.nn.Linear(2, 2)
-    with seeded_init(3, "net"):
+    with seeded(3, "net"):
         two = torch.nn.Linear(2, 2)
-    with seeded_init(4, "net"):
+    with seeded(4, "net"):
         other = torch.nn.Linear(2, 2)
     assert torch.equal(one.weight, two.weight) and not torch.equal(one.weight, other.weight)
     assert torch.equal(before, torch.get_rng_state())

@@ -177,6 +177,23 @@ def test_picture_is_drawn(toy, tmp_path, stream, partition):
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
+@pytest.mark.parametrize(
+    ("stream", "clients", "panels"),
+    [
+        ({"tasks": 3}, 4, ["class, in order of arrival", "examples"]),
+        ({"tasks": 3, "arrival": "shifted"}, 4, ["class, in order of arrival", "stage", "examples"]),
+        ({"kind": "static"}, 4, ["class", "examples"]),
+        ({"tasks": 3}, 40, ["class, in order of arrival", "examples", "examples of a class on a client"]),
+    ],
+)
+def test_a_picture_shows_what_tells_something(toy, tmp_path, monkeypatch, stream, clients, panels):
+    """No timetable where all clients are in step; a scale where cells are too many for numbers."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **kw: drawn.append(figure))
+    make_plan(toy(), stream=stream, partition={"clients": clients}).draw(tmp_path / "plan.png")
+    assert [axis.get_xlabel() for axis in drawn[0].axes] == panels
+
+
 def test_plan_of_a_large_partition_is_quick():
     y = np.arange(50_000) % 100
     source = from_arrays((np.zeros((50_000, 1), np.float32), y, np.zeros((100, 1), np.float32), np.arange(100)))

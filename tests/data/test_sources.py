@@ -1,3 +1,4 @@
+import logging
 import os
 import socket
 import subprocess
@@ -161,6 +162,20 @@ def test_hub_offline_is_one_sentence():
     with pytest.raises(DataError, match="'no/such-set' is neither in the Hugging Face cache nor") as caught:
         load_source("no/such-set")
     assert "\n" not in str(caught.value)
+
+
+def test_the_library_does_not_talk_about_its_retries(monkeypatch):
+    heard = []
+
+    def load_dataset(*args):
+        heard.extend(logging.getLogger(n).isEnabledFor(logging.ERROR) for n in ("huggingface_hub.utils", "datasets"))
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    before = logging.getLogger("datasets").level
+    with pytest.raises(DataError, match="no route"):
+        load_source("no/such-set")
+    assert heard == [False, False] and logging.getLogger("datasets").level == before
 
 
 def test_corrupt_parquet_and_images_are_named(write, png, tmp_path):

@@ -12,12 +12,16 @@ import torch
 
 from fedloom.core import PayloadError, RunError
 from fedloom.engine.files import load_payload
+from toys import faults
 from toys.faults import Fault
 from toys.federation import experiment
 from toys.running import Notes, resume, rows, start
 
 FAULTY, CONSTANTS, DRIFTING = "toys.faults:faulty", "toys.scripted:constants", "toys.scripted:drifting"
 NAN = float("nan")
+LINE = 1 + next(
+    k for k, text in enumerate(Path(faults.__file__).read_text().splitlines()) if "broken on purpose" in text
+)
 
 
 def faulty(*faults: Fault, **plan: Any):
@@ -109,7 +113,8 @@ def test_a_failure_that_comes_again_is_told_once_and_logged_each_time(tmp_path: 
     notes = Notes()
     start(tmp_path / "run", faulty(Fault("raise", 1)), [notes])
     assert [note for note in notes.notes if "client 1" in note] == [
-        "client 1 (stage 0, round 0, exchange 'train') failed: ValueError: broken on purpose"
+        "client 1 (stage 0, round 0, exchange 'train') failed: ValueError: broken on purpose "
+        f"(faults.py:{LINE}; traceback in {tmp_path / 'run' / 'log.txt'})"
     ]
     assert (tmp_path / "run" / "log.txt").read_text().count("failed: ValueError: broken on purpose") == 6
 
@@ -137,7 +142,8 @@ def test_skip_goes_on_without_the_client(workers: int, tmp_path: Path):
     assert summary["failed_clients"] == 3
     assert [row["failed"] for row in rows(tmp_path / "run") if row["round"] == 1] == [1, 1, 1]
     assert [row["failed"] for row in rows(tmp_path / "run") if row["round"] == 0] == [0, 0, 0]
-    assert "client 1 (stage 0, round 1, exchange 'train') failed: ValueError: broken on purpose" in notes.notes
+    told = "client 1 (stage 0, round 1, exchange 'train') failed: ValueError: broken on purpose "
+    assert f"{told}(faults.py:{LINE}; traceback in {tmp_path / 'run' / 'log.txt'})" in notes.notes
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Traceback" in log and "faults.py" in log
 
@@ -176,7 +182,7 @@ def test_too_few_replies_end_the_run_and_what_was_done_is_checkpointed(tmp_path:
         start(tmp_path / "run", faulty(fault), min_replies=4, checkpoint_every=100)
     notes = Notes()
     end = resume(tmp_path / "run", faulty(fault), [notes], min_replies=4, checkpoint_every=100)
-    assert notes.info["resumed_from"] == "stage 1, trip 2"
+    assert notes.info["resumed_from"] == "stage 1, round 1"
     assert end["state_sha256"] == start(tmp_path / "whole", faulty())["state_sha256"]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fedloom.core import ConfigError, RunError, Trip, Update
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.engine.files import load_payload
 from fedloom.methods.fedavg import FedAvg
 from toys.federation import BlobSpec, Features, Headed, experiment
@@ -155,7 +155,7 @@ class Dropping(Headed):
 @dataclass(frozen=True)
 class DroppingSpec(BlobSpec):
     def classifier(self) -> Any:
-        with seeded_init(self.seed, "dropping"):
+        with seeded(self.seed, "dropping"):
             return Dropping(Features(), self.num_classes)
 
 

@@ -128,7 +128,7 @@ def test_ctrl_c_ends_after_the_current_client_with_a_checkpoint(tmp_path: Path):
     assert signal.getsignal(signal.SIGINT) is before
     notes = Notes()
     summary = resume(path, experiment(FAULTY), [notes])
-    assert notes.info["resumed_from"] == "stage 2, trip 1", "the census of stage 2 was not lost"
+    assert notes.info["resumed_from"] == "stage 2, round 0", "the census of stage 2 was not lost"
     assert (summary["state_sha256"], str(rows(path)), str(rows(path, "stage"))) == uninterrupted()
 
 

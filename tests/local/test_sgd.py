@@ -10,7 +10,7 @@ from torch import nn
 
 from fedloom.core import Batches, ConfigError, Forward, PayloadError
 from fedloom.core.payload import digest
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.local import SGD, AdamW, LocalSGD, Phase
 from fedloom.local.sgd import clip
 from fedloom.local.terms import CrossEntropy
@@ -250,7 +250,7 @@ class Blocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        with seeded_init("blocks"):
+        with seeded("blocks"):
             widths = (2, 8, 8, 8)
             self.blocks = nn.ModuleList(
                 nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in itertools.pairwise(widths)

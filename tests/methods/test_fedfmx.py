@@ -9,7 +9,7 @@ from torch import nn
 
 from fedloom.core import Batches, ConfigError, Context, Net, Reply, Stage
 from fedloom.core.payload import nbytes
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.local import SGD, LocalSGD
 from fedloom.methods.fedavg import fedavg
 from fedloom.methods.fedfmx import fedfmx
@@ -38,12 +38,12 @@ class Spec:
     seed: int = 0
 
     def backbone(self):
-        with seeded_init(self.seed, "backbone"):
+        with seeded(self.seed, "backbone"):
             return Features()
 
     def classifier(self):
         body = self.backbone()
-        with seeded_init(self.seed, "head"):
+        with seeded(self.seed, "head"):
             return Classifier(body, self.num_classes)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedloom.core import ConfigError
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.models.experts import ExpertPool, body_widths
 from fedloom.models.heads import Classifier
 from fedloom.models.resnet import ResNet
@@ -25,7 +25,7 @@ class Flat(nn.Module):
 
 
 def backbone():
-    with seeded_init(0, "backbone"):
+    with seeded(0, "backbone"):
         return Flat()
 
 
@@ -67,9 +67,9 @@ def test_a_larger_pool_begins_with_the_smaller_one():
 
 
 def test_one_identity_expert_starts_as_the_classifier():
-    with seeded_init(7, "head"):
+    with seeded(7, "head"):
         plain = Classifier(backbone(), 5)
-    with seeded_init(7, "head"):
+    with seeded(7, "head"):
         plain = Classifier(plain.backbone, 5)
     pool = ExpertPool(backbone(), 5, experts=1, body="identity", seed=7)
     assert torch.equal(pool.heads.weight[0], plain.head.weight)
@@ -78,7 +78,7 @@ def test_one_identity_expert_starts_as_the_classifier():
 
 
 def test_published_size_with_resnet18():
-    with seeded_init(0):
+    with seeded(0):
         body = ResNet((3, 32, 32), (2, 2, 2, 2), (64, 128, 256, 512), groups=None)
     pool = ExpertPool(body, 100)
     assert sum(p.numel() for p in pool.parameters()) / 1e6 == pytest.approx(14.54, abs=0.01)

@@ -91,7 +91,37 @@ def test_any_file_may_be_missing(tmp_path, write_run, gone):
     (folder / gone).unlink()
     text, _ = page_of([folder], tmp_path / "report.html")
     assert ("not recorded" in text) == (gone not in ("accuracy_matrix.csv", "DONE"))
-    assert ("unfinished" in text) == (gone == "DONE")
+    assert "unfinished" not in text
+
+
+def test_the_page_that_a_run_makes_of_itself_says_done(tmp_path, write_run):
+    """It is written before the mark DONE; without a summary, or with FAILED, it says otherwise."""
+    folder = write_run(tmp_path / "run")
+    (folder / "DONE").unlink()
+    assert 'class="status done"' in page_of([folder], tmp_path / "report.html")[0]
+    (folder / "FAILED").touch()
+    assert 'class="status failed"' in page_of([folder], tmp_path / "report.html")[0]
+    (folder / "FAILED").unlink()
+    (folder / "summary.json").unlink()
+    assert 'class="status unfinished"' in page_of([folder], tmp_path / "report.html")[0]
+
+
+def test_options_of_one_method_do_not_swamp_the_settings_that_differ(tmp_path, write_run):
+    folders = [write_run(tmp_path / m, method=m, stages=2) for m in ("fedavg", "fedfmx")]
+    with (folders[1] / "config.yaml").open("a") as file:
+        file.write("only: {here: 1}\n")
+    text, _ = page_of(folders, tmp_path / "report.html")
+    settings, options = text.split("Options that only some of the runs have")
+    assert "only.here" in options and "only.here" not in settings.split("Settings that differ")[1]
+
+
+def test_the_legend_shows_marks_and_the_glossary_defines(tmp_path, write_run):
+    folders = [write_run(tmp_path / m, method=m, stages=2) for m in ("a", "b")]
+    text, page = page_of(folders, tmp_path / "report.html")
+    legend = text.split('<ul class="legend">')[1].split("</ul>")[0]
+    assert 'stroke-dasharray="none"' in legend and 'stroke-dasharray="7 3"' in legend
+    assert "<circle" in legend and "<polygon" in legend
+    assert {"Forgetting", "Backward transfer", "Clients, worst 10 %"} <= set(page.words)
 
 
 @pytest.mark.parametrize("only", ["config.yaml", "summary.json", "metrics.jsonl"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core import Batches, Forward, Method, Stage
-from fedloom.core.seeds import generator, seeded_init
+from fedloom.core.seeds import generator, seeded
 from fedloom.engine.experiment import Experiment
 from fedloom.local import SGD, LocalSGD
 from fedloom.select.sampling import uniform_cohort
@@ -123,12 +123,12 @@ class BlobSpec:
     norm: bool = True
 
     def backbone(self) -> nn.Module:
-        with seeded_init(self.seed, "backbone"):
+        with seeded(self.seed, "backbone"):
             return Features(norm=self.norm)
 
     def classifier(self) -> nn.Module:
         body = self.backbone()
-        with seeded_init(self.seed, "head"):
+        with seeded(self.seed, "head"):
             return Headed(body, self.num_classes)
 
 

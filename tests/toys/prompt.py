@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core import Batches, Context, Method, ModelSpec, Payload, Reply, Update
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.local import LocalSGD
 from fedloom.merge.mean import replies_mean
 
@@ -63,7 +63,7 @@ class Prompt(Method):
     reveals: ClassVar[Mapping[str, str]] = {"params": "prompts and a head trained on the client's data"}
 
     def module(self, spec: ModelSpec) -> nn.Module:
-        with seeded_init(spec.seed, "prompted"):
+        with seeded(spec.seed, "prompted"):
             return Prompted(self.prompts, spec.num_classes)
 
     def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:

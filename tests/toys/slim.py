@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core import Batches, Context, Method, ModelSpec, Payload, Reply, Update
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.local import LocalSGD
 from fedloom.merge.by_index import Index, indexed_mean, take_part
 
@@ -27,7 +27,7 @@ class SlimNet(nn.Module):
     def __init__(self, width: int, num_classes: int, seed: int):
         super().__init__()
         self.width, self.num_classes, self.seed = width, num_classes, seed
-        with seeded_init(seed, "slim", width):
+        with seeded(seed, "slim", width):
             self.body, self.head = nn.Linear(2, width), nn.Linear(width, num_classes)
 
     def rebuild(self, width: int) -> SlimNet:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core import Batches, Context, Method, ModelSpec, Payload, Reply, Update
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.local import LocalSGD
 from fedloom.merge.experts import expertwise_mean
 from fedloom.merge.mean import replies_mean
@@ -52,7 +52,7 @@ class Stacked(Method):
     }
 
     def module(self, spec: ModelSpec) -> nn.Module:
-        with seeded_init(spec.seed, "stacked"):
+        with seeded(spec.seed, "stacked"):
             return Experts(self.experts, spec.num_classes)
 
     def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
+import re
+import signal
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from fedloom.terminal import OutputLost, open_missing, say
 
 app = typer.Typer(
     name="fedloom",
@@ -36,7 +41,7 @@ def _version(value: bool) -> None:
     if value:
         from fedloom import __version__
 
-        typer.echo(f"fedloom {__version__}")
+        say(f"fedloom {__version__}")
         raise typer.Exit
 
 
@@ -47,6 +52,7 @@ def main(
     ] = False,
 ) -> None:
     """Federated learning when clients differ. `fedloom run` alone runs the quickstart."""
+    open_missing()
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -58,11 +64,14 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def call(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with stoppable():
+                command(*args, **kwargs)
         except KeyboardInterrupt:
             fail("interrupted", 130)
-        except (typer.Exit, typer.Abort, BrokenPipeError):
+        except (typer.Exit, typer.Abort):
             raise
+        except OutputLost as error:
+            fail(str(error), 1)
         except Exception as error:
             from fedloom.core.errors import FedloomError, origin
 
@@ -74,9 +83,38 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM stops a command as Ctrl-C does; while clients train, the engine takes both over.
+
+    A signal may come in the middle of an import, which then fails with an error of its own: that is an
+    interruption too.
+    """
+    asked: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except Exception as error:
+        if asked and not hasattr(error, "exit_code"):
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def fail(sentence: str, code: int) -> None:
     """End the command with a sentence on stderr."""
-    typer.echo(f"error: {' '.join(sentence.split())}", err=True)
+    text = re.sub(r"[^\s/\\]{160,}", lambda found: f"{found[0][:57]}...", " ".join(sentence.split()))
+    say(f"error: {text}", err=True)
     raise typer.Exit(code)
 
 
@@ -104,7 +142,7 @@ def layers(
     engine_layer = {
         "name": engine,
         "device": device,
-        "workers": int(workers) if workers and workers.lstrip("-").isdigit() else workers,
+        "workers": int(workers) if workers and re.fullmatch(r"-?[0-9]{1,18}", workers) else workers,
     }
     if given := {key: value for key, value in engine_layer.items() if value is not None}:
         named["engine"] = given
@@ -113,7 +151,7 @@ def layers(
 
 def print_json(value: Any) -> None:
     """One JSON object on stdout, and nothing else there."""
-    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+    say(json.dumps(value, allow_nan=False))
 
 
 def _keep_traceback() -> Path:

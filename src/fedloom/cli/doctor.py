@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import typer
-
 from fedloom.cli.application import Json, Root, fail, guarded, print_json
+from fedloom.terminal import say
 
 SPARE = 2 * 1024**3  # bytes of free disk below which runs are likely to fail
 
@@ -31,7 +30,7 @@ def doctor(data_root: Root = None, as_json: Json = False) -> None:
         print_json({"findings": [item._asdict() for item in found]})
     else:
         for item in found:
-            typer.echo(f"{item.level:<8}{item.what}" + (f" -> {item.mend}" if item.mend else ""))
+            say(f"{item.level:<8}{item.what}" + (f" -> {item.mend}" if item.mend else ""))
     problems = [item for item in found if item.level == "problem"]
     if problems:
         fail(f"{len(problems)} problem{'s' * (len(problems) > 1)} found; {problems[0].what}: {problems[0].mend}", 1)

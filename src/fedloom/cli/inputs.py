@@ -21,10 +21,10 @@ def read_inputs(
     meta: the model's `input_shape`, `stored` and so on; images are brought to its channels and size, and `note`
     gets a sentence about that.
     """
-    if not path.exists():
-        raise DataError(f"--input '{path}' does not exist")
+    if not _exists(path):
+        raise DataError(f"--input '{str(path)[:200]}' does not exist")
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES)
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES and not p.is_dir())
         if not files:
             raise DataError(f"--input '{path}' holds no images ({', '.join(IMAGES)})")
         return [str(p.relative_to(path)) for p in files], _images(files, meta, note)
@@ -37,17 +37,31 @@ def read_inputs(
     return [f"{path.name}[{k}]" for k in range(len(x))], x
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long a name, a null byte
+        return False
+
+
 def _array(path: Path) -> np.ndarray:
     try:
         found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"--input '{path}' cannot be read as an array ({error})") from error
-    if isinstance(found, np.ndarray):
-        return found
-    with found:
-        if not found.files:
-            raise DataError(f"--input '{path}' holds no array")
-        return found["x" if "x" in found.files else found.files[0]]
+        if isinstance(found, np.ndarray):
+            return found
+        with found:
+            if not found.files:
+                raise DataError(f"--input '{path}' holds no array")
+            return np.asarray(found["x" if "x" in found.files else found.files[0]])
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"--input '{path}' cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # NumPy, its zip reader and its parser raise many kinds, and advise to unpickle
+        kind = "it holds Python objects" if "Object arrays" in str(error) else "it is damaged or none"
+        raise DataError(
+            f"--input '{path}' cannot be read as an array: {kind}; write numbers with numpy.save or numpy.savez"
+        ) from error
 
 
 def _table(path: Path) -> np.ndarray:
@@ -79,6 +93,8 @@ def _is_number(cell: str) -> bool:
 def _shaped(x: np.ndarray, meta: Mapping[str, Any], path: Path) -> np.ndarray:
     """Add the batch dimension to a single input, fold flat rows into the model's shape."""
     shape = tuple(meta["input_shape"])
+    if x.ndim == 0:
+        raise DataError(f"--input '{path}' holds a single number; the model needs inputs of shape {list(shape)}")
     if x.dtype.kind not in "fiub":
         raise DataError(f"--input '{path}' must hold numbers, got dtype {x.dtype}")
     if x.ndim == 2 and len(shape) > 1 and x.shape[1] == int(np.prod(shape)):
@@ -125,7 +141,9 @@ def _image(path: Path, meta: Mapping[str, Any]) -> tuple[np.ndarray, str]:
 
 def _changes(mode: str, size: tuple[int, int], want_mode: str, want: tuple[int, int]) -> str:
     words = {"1": "black and white", "L": "grey"}
-    parts = [] if mode == want_mode else [f"converted from {words.get(mode, mode)} to {words.get(want_mode, want_mode)}"]
+    parts = (
+        [] if mode == want_mode else [f"converted from {words.get(mode, mode)} to {words.get(want_mode, want_mode)}"]
+    )
     if size != want:
         parts.append(f"resized from {size[0]}x{size[1]} to {want[0]}x{want[1]}")
     return " and ".join(parts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.cli.application import Json, Recipe, Root, Seed, Set, guarded, layers, print_json
+from fedloom.terminal import say
 
 if TYPE_CHECKING:
     from fedloom.build import Built
@@ -26,11 +27,12 @@ def show_data(
     as_json: Json = False,
 ) -> None:
     """Show who holds which classes, and when: a table and a picture."""
-    from fedloom import api
     from fedloom.build import load_data, plan
+    from fedloom.config import resolve, resolve_source
     from fedloom.core.errors import ConfigError
 
-    name, config, _, _ = api.configure(recipe, **layers(sets=sets, seed=seed, root=data_root))
+    name, base = resolve_source(recipe)
+    config = resolve(base, layers(sets=sets, seed=seed, root=data_root))
     found = plan(config, load_data(config))
     picture = out if out is not None else Path(f"{name}-data.png")
     try:
@@ -42,10 +44,10 @@ def show_data(
         print_json({**found.describe(), "picture": str(picture)})
         return
     for line in holdings(found.describe()):
-        typer.echo(line)
+        say(line)
     for note in found.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(f"picture: {picture}")
+        say(f"note: {note}", err=True)
+    say(f"picture: {picture}")
 
 
 def preview(built: Built, as_json: bool) -> None:
@@ -62,13 +64,13 @@ def preview(built: Built, as_json: bool) -> None:
         return
     import yaml
 
-    typer.echo(yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True).rstrip())
-    typer.echo("")
+    say(yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True).rstrip())
+    say("")
     for line in holdings(found["data"]):
-        typer.echo(line)
+        say(line)
     for note in built.experiment.plan.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(
+        say(f"note: {note}", err=True)
+    say(
         f"\n{found['parameters']:,} parameters; {_many(found['clients_per_round'], 'client')} a round, who are sent "
         f"{found['bytes_down_first_round']:,} bytes a round in the first stage, "
         f"{found['bytes_down_last_round']:,} in the last; "

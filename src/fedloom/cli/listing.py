@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.cli.application import Json, guarded, print_json
+from fedloom.terminal import say
 
 if TYPE_CHECKING:
     from fedloom.config.describe import Setting
@@ -27,7 +28,9 @@ class Kind(StrEnum):
 @guarded
 def list_known(
     kind: Annotated[Kind, typer.Argument(help="What to list; options: every key that --set takes.")],
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One of them; a method with its options.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="One of them; a method with its options.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List methods, data sets, models, recipes or options; with the NAME of a method, its options."""
@@ -52,7 +55,7 @@ def _list_names(kind: Kind, name: str | None, as_json: bool) -> None:
         return
     width = max((len(key) for key, _ in rows), default=0)
     for key, about in rows:
-        typer.echo(f"{key:<{width}}  {about}")
+        say(f"{key:<{width}}  {about}")
 
 
 def _list_method(name: str, as_json: bool) -> None:
@@ -65,12 +68,12 @@ def _list_method(name: str, as_json: bool) -> None:
         options = [setting._asdict() for setting in settings]
         print_json({"method": name, "about": about, "options": options, "presets": dict(known)})
         return
-    typer.echo(about)
-    typer.echo("\noptions" if settings else "\nno options")
+    say(about)
+    say("\noptions" if settings else "\nno options")
     _print_settings(settings)
-    typer.echo("\npresets")
+    say("\npresets")
     for preset, values in known.items():
-        typer.echo(f"  {preset}: " + (", ".join(f"{k} {v}" for k, v in values.items()) or "the defaults above"))
+        say(f"  {preset}: " + (", ".join(f"{k} {v}" for k, v in values.items()) or "the defaults above"))
 
 
 def _list_options(name: str | None, as_json: bool) -> None:
@@ -90,9 +93,10 @@ def _list_options(name: str | None, as_json: bool) -> None:
         return
     for group in groups:
         head = ": ".join(part for part in (group.title, group.about) if part)
-        typer.echo(f"{head}\n" if head else "", nl=False)
+        if head:
+            say(head)
         _print_settings(group.settings)
-        typer.echo("")
+        say("")
 
 
 def _plain(group: Any) -> dict[str, Any]:
@@ -103,7 +107,7 @@ def _print_settings(settings: Sequence[Setting]) -> None:
     shown = ["required" if s.default is None else s.default for s in settings]
     wide = max((len(s.key) for s in settings), default=0), max(map(len, shown), default=0)
     for setting, default in zip(settings, shown, strict=True):
-        typer.echo(f"  {setting.key:<{wide[0]}}  {default:<{wide[1]}}  {setting.allowed}")
+        say(f"  {setting.key:<{wide[0]}}  {default:<{wide[1]}}  {setting.allowed}")
 
 
 def _methods() -> list[tuple[str, str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +23,9 @@ from fedloom.cli.application import (
     layers,
     print_json,
 )
+from fedloom.terminal import OutputLost, say
 
-Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Run folder; it must not exist yet.")]
+Out = Annotated[str | None, typer.Option("--out", "-o", metavar="DIR", help="Run folder; it must not exist yet.")]
 Workers = Annotated[str | None, typer.Option("--workers", metavar="N", help="Processes: a number, or auto.")]
 
 
@@ -45,17 +48,19 @@ def run(
     """Train, evaluate and write a run folder."""
     from fedloom import api
     from fedloom.build import build
+    from fedloom.config import resolve, resolve_source
 
     layer = layers(sets=sets, method=method, seed=seed, engine=engine, root=data_root, device=device, workers=workers)
-    name, config, _, _ = api.configure(recipe, **layer)
-    built = build(config)
+    name, base = resolve_source(recipe)
+    built = build(resolve(base, layer))
     if dry_run:
         from fedloom.cli.inspect import preview
 
         preview(built, as_json)
         return
-    folder = out if out is not None else api.new_folder(name)
-    _report(_watched(lambda observers: api.start(built, folder, observers), quiet or as_json, verbose), as_json)
+    folder = api.checked_path("--out", out) if out is not None else api.new_folder(name)
+    with _resumable(folder):
+        _report(_watched(lambda observers: api.start(built, folder, observers), quiet or as_json, verbose), as_json)
 
 
 @guarded
@@ -69,12 +74,29 @@ def resume(
     """Continue a run from its newest checkpoint; the result is the same as without the break."""
     from fedloom import api
 
+    folder = api.checked_path("DIR", folder)
     if (folder / "DONE").exists():
-        typer.echo(f"{folder} is done; nothing to resume", err=True)
-    watch = _watched(
-        lambda observers: api.resume(folder, workers=workers, observers=observers), quiet or as_json, verbose
-    )
-    _report(watch, as_json)
+        say(f"{folder} is done; nothing to resume", err=True)
+    with _resumable(folder):
+        watch = _watched(
+            lambda observers: api.resume(folder, workers=workers, observers=observers), quiet or as_json, verbose
+        )
+        _report(watch, as_json)
+
+
+@contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    """Say how to go on when a command is interrupted outside training, once there is a run folder."""
+    from fedloom.core.errors import Interrupted
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (folder / "DONE").exists():
+            raise Interrupted(f"interrupted; the run is done, see '{folder}'") from None
+        if not (folder / "config.yaml").exists():
+            raise
+        raise Interrupted(f"interrupted; continue with `fedloom resume {folder}`") from None
 
 
 def _watched(work: Any, quiet: bool, verbose: bool) -> Any:
@@ -90,6 +112,13 @@ def _watched(work: Any, quiet: bool, verbose: bool) -> Any:
 
 def _report(finished: Any, as_json: bool) -> None:
     """Table, picture and report; with `as_json` the summary, the folder and the report."""
+    try:
+        _print(finished, as_json)
+    except OutputLost as error:
+        say(f"note: {error}; the run is done, see '{finished.folder}'", err=True)
+
+
+def _print(finished: Any, as_json: bool) -> None:
     from fedloom.api import PICTURE, REPORT
 
     if as_json:
@@ -102,10 +131,11 @@ def _report(finished: Any, as_json: bool) -> None:
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(summary_table(finished.summary))
+        with suppress(OSError, ValueError):  # a terminal that has gone
+            Console().print(summary_table(finished.summary))
     else:
-        typer.echo(summary_text(finished.summary))
+        say(summary_text(finished.summary))
     for what, name in (("picture", PICTURE), ("report", REPORT)):
         if (finished.folder / name).exists():
-            typer.echo(f"{what}: {finished.folder / name}")
-    typer.echo(f"folder: {finished.folder}")
+            say(f"{what}: {finished.folder / name}")
+    say(f"folder: {finished.folder}")

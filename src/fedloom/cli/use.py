@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli.application import Json, guarded, print_json
+from fedloom.terminal import say
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a finished run.")]
 
@@ -39,7 +40,7 @@ def predict(
     from fedloom.served import top as best
 
     served = open_served(folder)
-    labels, x = read_inputs(source, served.meta, lambda text: typer.echo(f"note: {text}", err=True))
+    labels, x = read_inputs(source, served.meta, lambda text: say(f"note: {text}", err=True))
     rows = [best(scores, served.class_names, top) for scores in served.scores(x).tolist()]
     if as_json:
         found = [
@@ -49,7 +50,7 @@ def predict(
         return
     width = max(len(label) for label in labels)
     for label, row in zip(labels, rows, strict=True):
-        typer.echo(f"{label:<{width}}  " + "  ".join(f"{name} {score:.3f}" for name, score in row))
+        say(f"{label:<{width}}  " + "  ".join(f"{name} {score:.3f}" for name, score in row))
 
 
 @guarded
@@ -61,7 +62,7 @@ def report(
     from fedloom.report import write_report
 
     page = out if out is not None else (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
-    typer.echo(f"report: {write_report(folders, page)}")
+    say(f"report: {write_report(folders, page)}")
 
 
 @guarded
@@ -76,8 +77,8 @@ def export(
 
     target = out if out is not None else folder / f"export.{form.value}"
     if form is Format.safetensors:
-        typer.echo(f"model: {export_safetensors(folder, target)}")
+        say(f"model: {export_safetensors(folder, target)}")
         return
     path, checked = export_onnx(folder, target)
-    typer.echo(f"model: {path}")
-    typer.echo(f"check: {checked}")
+    say(f"model: {path}")
+    say(f"check: {checked}")

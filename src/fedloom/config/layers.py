@@ -100,7 +100,9 @@ def overrides(pairs: Iterable[str]) -> dict[str, Any]:
         dotted, equals, text = pair.partition("=")
         parts = dotted.strip().split(".")
         if not equals or not all(parts) or len(parts) > DEEP:
-            raise ConfigError(f"--set takes key=value with a dotted key, such as training.rounds=3; got '{shorten(pair)}'")
+            raise ConfigError(
+                f"--set takes key=value with a dotted key, such as training.rounds=3; got '{shorten(pair)}'"
+            )
         value = parse(text, f"the value of --set {shorten(dotted.strip())}")
         if isinstance(value, str) and tuple(parts) in NAMED:
             parts.append(NAMED[tuple(parts)])
@@ -114,7 +116,9 @@ def nested(layer: Layer) -> dict[str, Any]:
     for key, value in layer.items():
         parts = key.split(".")
         if not all(parts) or len(parts) > DEEP:
-            raise ConfigError(f"'{shorten(key)}' is no key of the configuration; a dotted key reads as in training.rounds")
+            raise ConfigError(
+                f"'{shorten(key)}' is no key of the configuration; a dotted key reads as in training.rounds"
+            )
         for part in reversed(parts[1:]):
             value = {part: value}
         found = merge(found, {parts[0]: _named(value, (parts[0],))})

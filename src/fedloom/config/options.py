@@ -9,6 +9,7 @@ import typing
 import warnings
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
@@ -120,14 +121,11 @@ def complete(section: Mapping[str, Any]) -> dict[str, Any]:
         filled = model.model_validate_json(json.dumps({**known[preset], **given}, default=plain))
     except ValidationError as error:
         raise _of_other_methods(error, model, name) or explain(error, model, "method", f"option of {name}") from None
-    options = {key: _ordered(value) for key, value in filled}
+    options = filled.model_dump(mode="json")
+    # Sets in sorted order: their own differs from process to process, and the hash of a run with it.
+    options |= {key: sorted(options[key], key=repr) for key, value in filled if isinstance(value, set | frozenset)}
     _check_size(options, "method")
-    return {"name": name, "preset": preset, **filled.model_copy(update=options).model_dump(mode="json")}
-
-
-def _ordered(value: Any) -> Any:
-    """Sets in sorted order: their own order differs from process to process, and the hash of a run with it."""
-    return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+    return {"name": name, "preset": preset, **options}
 
 
 def _check_size(value: Any, path: str) -> None:
@@ -173,7 +171,11 @@ def plain(value: Any) -> Any:
 
 
 def _hints(factory: Any, name: str) -> dict[str, Any]:
-    target = factory.__init__ if inspect.isclass(factory) else factory
+    target = factory.func if isinstance(factory, partial) else factory
+    if inspect.isclass(target):
+        target = target.__init__
+    elif not hasattr(target, "__annotations__"):
+        target = type(target).__call__
     try:
         return typing.get_type_hints(target, include_extras=True)
     except Exception as error:  # annotations are code of the user
@@ -185,7 +187,7 @@ def _expressible(hint: Any, default: Any) -> bool:
     try:
         adapter = TypeAdapter(hint)
         if default is not inspect.Parameter.empty:
-            adapter.dump_json(default)
+            adapter.dump_json(default, warnings=False)
     except (PydanticSchemaGenerationError, PydanticSerializationError, PydanticUserError):
         return False
     return True

@@ -109,8 +109,22 @@ def _violated(kind: str, bounds: Sequence[Any]) -> str:
 
 def span(metadata: Sequence[Any]) -> str:
     """Bounds in words: `in (0, 1]`, `at least 0`, `above 0`; empty when there are none."""
-    low = next(((_plainly(m.ge), "[") if isinstance(m, Ge) else (_plainly(m.gt), "(") for m in metadata if isinstance(m, Ge | Gt)), None)
-    high = next(((_plainly(m.le), "]") if isinstance(m, Le) else (_plainly(m.lt), ")") for m in metadata if isinstance(m, Le | Lt)), None)
+    low = next(
+        (
+            (_plainly(m.ge), "[") if isinstance(m, Ge) else (_plainly(m.gt), "(")
+            for m in metadata
+            if isinstance(m, Ge | Gt)
+        ),
+        None,
+    )
+    high = next(
+        (
+            (_plainly(m.le), "]") if isinstance(m, Le) else (_plainly(m.lt), ")")
+            for m in metadata
+            if isinstance(m, Le | Lt)
+        ),
+        None,
+    )
     if low and high:
         return f"in {low[1]}{low[0]}, {high[0]}{high[1]}"
     if low:

@@ -7,6 +7,7 @@ every engine, in any order and in any process.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,12 +27,16 @@ def generator(*key: Key) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(*key))
 
 
-@contextmanager
-def seeded_init(*key: Key) -> Iterator[None]:
-    """Initialise modules under a seed of their own; the global generator is left as it was.
+_one_at_a_time = threading.RLock()  # the generator is the process's, and runs may share the process
 
-    Needed because `nn.Module` constructors draw from the global generator only.
+
+@contextmanager
+def seeded(*key: Key) -> Iterator[None]:
+    """Give the global generator a seed of its own inside the block, and put it back as it was.
+
+    Needed because `nn.Module` constructors and dropout draw from the global generator only. Threads take turns, or
+    one would draw from the other's seed.
     """
-    with torch.random.fork_rng(devices=[]):
+    with _one_at_a_time, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(*key))
         yield

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fedloom.core import DataError
+from fedloom.core.errors import origin
 from fedloom.data.labels import index_labels
 from fedloom.data.source import Source, assemble
 
@@ -33,18 +34,27 @@ def from_arrays(
     Raises `DataError` in words that name the part and the mend.
     """
     parts = _parts(data)
+    _check_scalars(data, parts)
     if not all(len(part) for part in parts):
         raise DataError("data: the arrays are empty; give at least one example per split")
     for x, y, split in zip(parts[::2], parts[1::2], ("train", "test"), strict=False):
         if len(x) != len(y):
             raise DataError(f"data: the {split} split has {len(x)} inputs but {len(y)} labels; make them equal")
     notes: list[str] = []
-    xs = [_inputs(x, notes) for x in parts[::2]]
+    xs = _inputs(parts[::2], notes)
     y_train, y_test, names, changed = index_labels(parts[1], *parts[3:4], names=class_names)
     return assemble(
         name, (xs[0], y_train), None if y_test is None else (xs[1], y_test), names,
         test_fraction=test_fraction, split_seed=split_seed, notes=(*dict.fromkeys(notes), *changed), cache=cache,
     )  # fmt: skip
+
+
+def _check_scalars(data: Any, parts: Sequence[np.ndarray]) -> None:
+    names = ("x", "y") if len(parts) == 2 else ("x_train", "y_train", "x_test", "y_test")
+    for name, part in zip(names, parts, strict=True):
+        if part.ndim == 0:
+            given = data if not isinstance(data, tuple | list) else data[names.index(name)]
+            raise DataError(f"data: {name} must be an array of examples, got a single {type(given).__name__}")
 
 
 def _parts(data: Any) -> list[Any]:
@@ -67,7 +77,7 @@ def _is_dataset(value: Any) -> bool:
 def _stack(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(f"data: {type(dataset).__name__} has no length; pass a map-style dataset or arrays")
-    pairs = [dataset[i] for i in range(len(dataset))]
+    pairs = _read(dataset)
     bad = next((i for i, p in enumerate(pairs) if not isinstance(p, tuple | list) or len(p) != 2), None)
     if bad is not None:
         raise DataError(f"data: example {bad} of {type(dataset).__name__} is not a pair (input, label)")
@@ -80,31 +90,86 @@ def _stack(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
             f"data: example {other} of {type(dataset).__name__} has shape {xs[other].shape}, the first {xs[0].shape}; "
             "resize them to one shape"
         )
-    return np.stack(xs), np.asarray([_array(y).item() if not isinstance(y, str) else y for _, y in pairs])
+    return np.stack(xs), np.asarray([_label(y, i, dataset) for i, (_, y) in enumerate(pairs)])
+
+
+def _read(dataset: Any) -> list[Any]:
+    """Every example; what the user's own code raises is told with the example's number."""
+    i = -1
+    try:
+        length = len(dataset)
+        if length < 0:
+            raise ValueError("its length is negative")
+        pairs = []
+        for i in range(length):
+            pairs.append(dataset[i])
+    except Exception as error:
+        what = f"example {i}" if i >= 0 else "the length"
+        cause = f"{type(error).__name__}: {error} {origin(error, own=False)}".strip()
+        raise DataError(f"data: {what} of {type(dataset).__name__} cannot be read ({cause}); mend it") from error
+    return pairs
+
+
+def _label(y: Any, i: int, dataset: Any) -> Any:
+    if isinstance(y, str | bytes):
+        return y
+    found = _array(y)
+    if found.size != 1:
+        raise DataError(
+            f"data: example {i} of {type(dataset).__name__} has a label of shape {found.shape}, which must be one "
+            "class; for one-hot rows return the index of the one"
+        )
+    return found.item()
 
 
 def _array(value: Any) -> np.ndarray:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided or value.is_quantized):
+        raise DataError("data: a tensor is sparse, quantised or on the device meta; pass a dense one (x.to_dense())")
     try:
-        return np.asarray(value)
-    except ValueError as error:
+        if not isinstance(value, torch.Tensor):
+            return np.asarray(value)
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        return (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
+    except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(f"data: cannot make an array of {type(value).__name__} ({error})") from error
 
 
-def _inputs(x: np.ndarray, notes: list[str]) -> np.ndarray:
-    if x.dtype.kind not in "fiub":
-        raise DataError(f"data: inputs must be numbers, got dtype {x.dtype}")
-    if x.ndim < 2:
-        raise DataError(f"data: inputs must be [n, features] or images, got shape {x.shape}; use x.reshape(-1, 1)")
-    if x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim >= 3 and x.min() >= 0 and x.max() <= 255:
-        notes.append(f"images of dtype {x.dtype} were stored as 8 bits")
-        x = x.astype(np.uint8)
+def _inputs(splits: Sequence[np.ndarray], notes: list[str]) -> list[np.ndarray]:
+    """Stored inputs of all splits, which are of one kind: 8-bit or float."""
+    for x in splits:
+        if x.dtype.kind not in "fiub":
+            raise DataError(f"data: inputs must be numbers, got dtype {x.dtype}")
+        if x.ndim < 2:
+            raise DataError(f"data: inputs must be [n, features] or images, got shape {x.shape}; use x.reshape(-1, 1)")
+        if not x.size:
+            raise DataError(f"data: inputs have shape {x.shape}, which holds no value; give each at least one")
+    if len({x.dtype.kind == "f" for x in splits}) > 1:
+        raise DataError(
+            f"data: train inputs are {splits[0].dtype} and test inputs {splits[1].dtype}; whole numbers are scaled by "
+            "255 as 8-bit images and floats are used as they are, so give both the same dtype"
+        )
+    eight = _eight_bits(splits, notes)
+    return [_arranged(x.astype(np.uint8) if eight else x, notes) for x in splits]
+
+
+def _eight_bits(splits: Sequence[np.ndarray], notes: list[str]) -> bool:
+    """Whether the inputs of all splits are stored as uint8."""
+    if all(x.dtype == np.uint8 for x in splits):
+        return True
+    if any(x.dtype.kind not in "iu" or x.ndim < 3 or x.min() < 0 or x.max() > 255 for x in splits):
+        return False
+    wide = next(x.dtype for x in splits if x.dtype != np.uint8)
+    notes.append(f"images of dtype {wide} were stored as 8 bits")
+    return True
+
+
+def _arranged(x: np.ndarray, notes: list[str]) -> np.ndarray:
+    """Inputs as [n, channels, height, width] or vectors, uint8 or float32."""
     if x.ndim == 3:
         notes.append(f"inputs of shape [n, {x.shape[1]}, {x.shape[2]}] were taken as grey images")
         x = x[:, None]
     elif x.ndim == 4 and x.shape[1] not in CHANNELS and x.shape[3] in CHANNELS:
         notes.append("images were turned from [n, height, width, channels] to [n, channels, height, width]")
         x = x.transpose(0, 3, 1, 2)
-    return np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32))
+    with np.errstate(over="ignore"):  # what 32 bits cannot hold becomes infinite, which is refused in words
+        return np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32))

@@ -9,6 +9,8 @@ import numpy as np
 
 from fedloom.core import DataError
 
+FAR = 2**63  # beyond 64 bits numbers are no class ids
+
 
 def index_labels(
     train: Any, test: Any | None = None, names: Sequence[str] | None = None, *, where: str = "labels"
@@ -51,18 +53,45 @@ def _plain(raw: Any, where: str) -> np.ndarray:
             f"{where} must be one class per example, got shape {y.shape}; for one-hot rows pass y.argmax(1)"
         )
     if y.dtype.kind == "O":
-        bad = [v for v in y.tolist() if not isinstance(v, type(y[0])) or not isinstance(v, str | int)]
-        if bad:
-            raise DataError(f"{where} must be all integers or all text, got {bad[0]!r}; fill or drop these examples")
-        return y.astype(str if isinstance(y[0], str) else np.int64)
+        return _of_objects(y.tolist(), where)
     if y.dtype.kind == "f":
-        bad_idx = np.flatnonzero(~(np.isfinite(y) & (y == np.floor(y))))
+        bad_idx = np.flatnonzero(~(np.isfinite(y) & (y == np.floor(y)) & (np.abs(y) < FAR)))
         if len(bad_idx):
             raise DataError(f"{where} must be integers 0..C-1, got {y[bad_idx[0]]} at position {bad_idx[0]}")
         return y.astype(np.int64)
     if y.dtype.kind not in "iubUS":
         raise DataError(f"{where} must be integers 0..C-1 or text, got dtype {y.dtype}")
-    return y.astype(str) if y.dtype.kind in "US" else y.astype(np.int64)
+    if y.dtype.kind == "u" and y.size and y.max() > np.iinfo(np.int64).max:
+        raise DataError(f"{where} must be integers 0..C-1, got {y.max()} at position {y.argmax()}")
+    return _text(y.tolist(), where) if y.dtype.kind in "US" else y.astype(np.int64)
+
+
+def _of_objects(values: list[Any], where: str) -> np.ndarray:
+    values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    kind = str if values and isinstance(values[0], str | bytes) else int
+    for position, value in enumerate(values):
+        fits = isinstance(value, str | bytes) if kind is str else isinstance(value, int) and abs(value) < FAR
+        if not fits:
+            shown = str(value)[:60] if isinstance(value, float | str) or value is None else type(value).__name__
+            shown = "an integer of over 64 bits" if isinstance(value, int) and kind is int else shown
+            raise DataError(
+                f"{where} must be all integers 0..C-1 or all text, got {shown} at position {position}; "
+                "fill or drop these examples"
+            )
+    return _text(values, where) if kind is str else np.asarray(values, np.int64)
+
+
+def _text(values: list[Any], where: str) -> np.ndarray:
+    """Labels as text; bytes are read as UTF-8."""
+    found = []
+    for position, value in enumerate(values):
+        try:
+            text = value.decode() if isinstance(value, bytes) else value
+            text.encode()  # lone surrogates cannot be written to any file
+        except UnicodeError as error:
+            raise DataError(f"{where}: the label at position {position} is no UTF-8 text; write it anew") from error
+        found.append(text)
+    return np.asarray(found, dtype=str)
 
 
 def _check_range(y: np.ndarray, classes: int, where: str) -> None:

@@ -51,7 +51,7 @@ def draw_plan(plan: Plan, path: Path) -> Path:
         _draw_timetable(axes[1], plan, clients, colours)
     _draw_sizes(axes[-1], plan, clients, colours)
     if not _numbered(order, clients):
-        _draw_scale(figure, axes[0], int(counts.max()))
+        _draw_scale(figure, list(axes), int(counts.max()))
     figure.suptitle(_title(plan, len(clients)), x=0.01, ha="left", fontsize=11, color=INK, linespacing=1.5)
     figure.savefig(path, dpi=130)
     return path
@@ -73,7 +73,7 @@ def _strength(counts: np.ndarray, most: int) -> np.ndarray:
     return np.where(counts > 0, 0.1 + 0.9 * np.sqrt(counts / max(1, most)), 0.0)
 
 
-def _draw_scale(figure: Any, axis: Any, most: int) -> None:
+def _draw_scale(figure: Any, axes: list[Any], most: int) -> None:
     """A bar that says how many examples a strength stands for, in grey: the colour is the task's."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize, to_rgb
@@ -81,7 +81,7 @@ def _draw_scale(figure: Any, axis: Any, most: int) -> None:
     ramp = _strength(np.linspace(0, most, 256), most)[:, None]
     colours = ListedColormap(_over_paper(np.array(to_rgb(INK)), ramp))
     bar = figure.colorbar(
-        ScalarMappable(Normalize(0, max(1, most)), colours), ax=axis, location="bottom", fraction=0.05, aspect=40
+        ScalarMappable(Normalize(0, max(1, most)), colours), ax=axes, location="bottom", fraction=0.05, aspect=50
     )
     bar.outline.set_visible(False)
     bar.ax.locator_params(axis="x", nbins=5, integer=True)

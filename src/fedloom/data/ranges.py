@@ -7,11 +7,15 @@ from typing import Any
 
 from fedloom.core import ConfigError, DataError
 
+LARGEST = 1e6  # draws from Dir(alpha) overflow for far larger alpha, and are equal shares long before
+
 
 def positive(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless the value is a finite number above 0."""
+    """Raise `ConfigError` unless the value is a finite number above 0 and at most a million."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{name} must be a finite number above 0, got {value}")
+    if value > LARGEST:
+        raise ConfigError(f"{name} must be at most {LARGEST:g}, got {value:.6g}; equal shares need no more")
 
 
 def at_least(name: str, value: Any, low: int) -> None:

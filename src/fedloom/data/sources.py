@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from fedloom.data.reading import TEST_NAMES, Reading
 from fedloom.data.source import Source, assemble, restore
 from fedloom.data.tables import Table, read_parquet, source_from_tables, split_files
 
+PATIENCE = 5.0  # seconds for the first word of the hub
 VERSION = 1  # of the decoding; part of every key, so that tensors of an older decoding are never served
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 
@@ -57,8 +59,21 @@ def load_source(
     store = Cache(Path(cache) if cache else default_folder())
     keep = {"cache": Path(cache) if cache else None}
     if not isinstance(name, str):
-        return from_arrays(name, test_fraction=test_fraction, split_seed=split_seed, **keep)
-    return _named(name, root or os.environ.get("FEDLOOM_DATA"), reading, store, keep)
+        found = from_arrays(name, test_fraction=test_fraction, split_seed=split_seed, **keep)
+        return replace(found, notes=(*found.notes, *_unused("arrays", reading)))
+    found = _named(name, root or os.environ.get("FEDLOOM_DATA"), reading, store, keep)
+    return replace(found, notes=(*found.notes, *_unused(name, reading)))
+
+
+def _unused(name: str, reading: Reading) -> list[str]:
+    """One sentence per option of the section that data of this kind have no use for."""
+    scheme = name.partition(":")[0]
+    tables = ("image", "label", "config", "train_split", "test_split")
+    every = {"arrays": (*tables, "image_size"), "stored": (*tables, "image_size"), "folder": tables[:3]}
+    every |= {"parquet": ("config",)}
+    kind = "arrays" if ALIASES.get(name.lower(), name) == BUNDLED else scheme
+    given = [key for key in every.get(kind, ()) if getattr(reading, key) is not None]
+    return [f"data.{key} is not used by data '{name}'" for key in given]
 
 
 def _named(name: str, root: str | Path | None, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
@@ -72,8 +87,9 @@ def _named(name: str, root: str | Path | None, reading: Reading, store: Cache, k
     hub = ALIASES.get(name.lower(), name)
     if hub == BUNDLED:
         return _digits(reading, store, keep)
-    if hub not in ENTRIES and hub.count("/") != 1:
-        raise DataError(unknown("data set", name, [*ENTRIES, "folder:PATH", "parquet:PATH"]))
+    if hub not in ENTRIES and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", hub, re.ASCII):
+        short = name if len(name) <= 60 else f"{name[:57]}..."
+        raise DataError(unknown("data set", short, [*ENTRIES, "folder:PATH", "parquet:PATH"]))
     return _repository(hub, root, reading, store, keep)
 
 
@@ -115,10 +131,21 @@ def _through_cache(store: Cache, key: Any, build: Callable[[], Source], extra: M
 
 
 def _path(name: str, text: str) -> Path:
-    path = Path(text).expanduser()
-    if not text or not path.exists():
-        raise DataError(f"data.name '{name}': there is nothing at '{path}'; give the path of existing data")
+    path = _expanded("data.name", text)
+    try:
+        there = bool(text) and path.exists()
+    except (OSError, ValueError):  # too long a name, a null byte
+        there = False
+    if not there:
+        raise DataError(f"data.name '{name[:200]}': there is nothing at that path; give the path of existing data")
     return path
+
+
+def _expanded(key: str, text: str | Path) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{key}: the user of '{text}' has no home folder here; write the path out") from error
 
 
 def _digits(reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
@@ -144,7 +171,7 @@ def _digits(reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
 
 def _parquet(name: str, path: Path, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
     base = path if path.is_dir() else path.parent
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    files = sorted(p for p in path.rglob("*.parquet") if p.is_file()) if path.is_dir() else [path]
     if not files:
         raise DataError(f"data.name '{name}': folder '{path}' holds no parquet file")
     return _from_parquet(files, base, reading, store, {"name": name, **keep})
@@ -169,8 +196,11 @@ def _repository(hub: str, root: str | Path | None, reading: Reading, store: Cach
     extra = {"name": hub, "granularity": dict(entry.granularity), **keep}
     if root is None:
         return _from_hub(hub, reading, store, extra, entry.statistics)
-    base = Path(root).expanduser() / hub
-    files = sorted(base.rglob("*.parquet"))
+    base = _expanded("data.root", root) / hub
+    try:
+        files = sorted(p for p in base.rglob("*.parquet") if p.is_file())
+    except OSError as error:
+        raise DataError(f"data.root '{str(root)[:200]}' cannot be read: {error.strerror}; name another") from error
     if not files:
         raise DataError(
             f"data.root '{root}' has no data set '{hub}': no parquet file in '{base}'. Fetch it there with "
@@ -223,7 +253,7 @@ def _hub_tables(hub: str, config: str | None) -> tuple[dict[str, Table], list[st
     import datasets
 
     try:
-        with _quiet("huggingface_hub", "datasets"):
+        with _offline_unless_reached(), _quiet("huggingface_hub", "datasets"):
             found = datasets.load_dataset(hub, config)
     except Exception as error:  # the library raises many kinds: offline, missing, gated, unknown configuration
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -239,6 +269,26 @@ def _hub_tables(hub: str, config: str | None) -> tuple[dict[str, Table], list[st
         arrow = part.with_format("arrow")[:]
         tables[str(split)] = Table(arrow, part.features.to_dict(), _row_of(hub, str(split)))
     return tables, sorted(f["filename"] for part in found.values() for f in part.cache_files)
+
+
+@contextmanager
+def _offline_unless_reached() -> Iterator[None]:
+    """One try to reach the hub; without it only the cache is read, instead of minutes of retries."""
+    import datasets
+    import huggingface_hub
+
+    before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+    away = any(before)
+    if not away:
+        try:
+            huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=PATIENCE)
+        except Exception:  # the library's transport raises kinds of its own
+            away = True
+    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = away
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager
@@ -288,4 +338,9 @@ def _folder(name: str, path: Path, reading: Reading, store: Cache, keep: Mapping
 
 
 def _images_below(root: Path) -> list[Path]:
-    return sorted(p for d in root.iterdir() if d.is_dir() for p in d.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+    named = (p for d in root.iterdir() if d.is_dir() for p in d.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+    found = sorted(p for p in named if not p.is_dir())
+    missing = next((p for p in found if not p.is_file()), None)
+    if missing is not None:
+        raise DataError(f"image '{missing}' is a link to nothing; remove or mend it")
+    return found

@@ -230,11 +230,11 @@ def _schedule(arrival: Mapping[Any, Any], tasks: int, clients: int, stages: int 
 
 
 def _index(what: str, value: Any, count: int | None) -> int:
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = -1
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    digits = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10
+    number = int(value) if whole or digits else -1
+    number_of = "a whole number " if isinstance(value, float | bool) else ""
     if number < 0 or (count is not None and number >= count):
         most = "" if count is None else f"..{count - 1}"
-        raise ConfigError(f"stream.arrival: {what} must be in 0{most}, got {value!r}")
+        raise ConfigError(f"stream.arrival: {what} must be {number_of}in 0{most}, got {repr(value)[:60]}")
     return number

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedloom.core import ClientId, ConfigError, Context, Interrupted, Payload, Reply, RunError, Trip
 from fedloom.core.errors import FedloomError, PayloadError
 from fedloom.core.payload import canonical, check_finite, check_like, check_structure, nbytes
+from fedloom.core.seeds import seeded
 from fedloom.engine.agenda import agenda
 from fedloom.engine.audience import Audience
 from fedloom.engine.checkpoint import Checkpoints, Progress
@@ -22,7 +23,7 @@ from fedloom.engine.experiment import Experiment, Observer, Options
 from fedloom.engine.folder import RunFolder
 from fedloom.engine.replies import means, size_of, skeleton
 from fedloom.engine.result import conclude
-from fedloom.engine.runtime import Answer, Done, Failed, Work, blame, seeded
+from fedloom.engine.runtime import Answer, Done, Failed, Work, blame
 from fedloom.engine.serial import Workforce
 from fedloom.engine.spool import Reader
 from fedloom.engine.store import version_of
@@ -131,7 +132,8 @@ class Loop:
         if stage >= plan.num_stages:
             return "the end"
         trip = self.agenda[stage][self.progress.trip]
-        return f"stage {stage}, " + (f"exchange '{trip.exchange}'" if trip.round is None else f"round {trip.round}")
+        named = [f"stage {stage}"] + ([] if trip.round is None else [f"round {trip.round}"])
+        return ", ".join(named + ([] if trip.exchange == "train" else [f"exchange '{trip.exchange}'"]))
 
     def _stage(self, stage: int) -> None:
         trips = self.agenda[stage]

@@ -7,11 +7,12 @@ from typing import Any
 from fedloom.core import Batches, Context, Payload
 from fedloom.core.batches import Inputs
 from fedloom.core.payload import digest
+from fedloom.core.seeds import seeded
 from fedloom.engine.checkpoint import Progress
 from fedloom.engine.experiment import Experiment
 from fedloom.engine.files import save_payload, write_bytes
 from fedloom.engine.folder import RunFolder
-from fedloom.engine.runtime import Runtime, seeded
+from fedloom.engine.runtime import Runtime
 from fedloom.evaluate.cost import active_parameters, flops_per_example, parameters
 from fedloom.evaluate.matrix import AccuracyMatrix
 

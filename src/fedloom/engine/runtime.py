@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from fedloom.core import Batches, ClientId, ConfigError, Context, FedloomError, Payload, PayloadError, RunError, Update
 from fedloom.core.errors import origin
 from fedloom.core.payload import check_finite, check_structure
-from fedloom.core.seeds import seed_for
+from fedloom.core.seeds import seeded
 from fedloom.engine.experiment import Experiment
 from fedloom.engine.spool import Ref, Spool
 from fedloom.engine.store import ClientStore
@@ -170,17 +166,3 @@ def blame(error: BaseException, log: Path) -> str:
     text = f"{type(error).__name__}: {error}"
     line = origin(error, own=not isinstance(error, FedloomError))
     return f"{text} ({line}; traceback in {log})" if line else text
-
-
-_one_at_a_time = threading.RLock()  # the generator is the process's, and runs may share the process
-
-
-@contextmanager
-def seeded(*key: int | str | None) -> Iterator[None]:
-    """Give the global generator (dropout draws from it) a seed of this piece of work, and put it back.
-
-    Runs in several threads take turns, or one would draw from the other's seed.
-    """
-    with _one_at_a_time, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(*key))
-        yield

@@ -82,8 +82,13 @@ def _module(module_name: str, field: str) -> Any:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever a user's module raises while it is imported becomes one sentence
-        raise ConfigError(f"{field}: module '{module_name}' cannot be imported ({_cause(error, module_name)}") from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever a user's module raises while it is imported becomes one sentence
+        raise ConfigError(
+            f"{field}: module '{module_name}' cannot be imported ({_cause(error, module_name)}"
+        ) from error
 
 
 def _cause(error: BaseException, module_name: str) -> str:
@@ -92,7 +97,9 @@ def _cause(error: BaseException, module_name: str) -> str:
     if not all(part.isidentifier() for part in module_name.split(".")):
         return f"'{module_name[:60]}' is no name of a module); write package.module:attribute"
     if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg}, {Path(error.filename or '').name}:{error.lineno}); correct that line"
+        return (
+            f"{type(error).__name__}: {error.msg}, {Path(error.filename or '').name}:{error.lineno}); correct that line"
+        )
     if not isinstance(error, ModuleNotFoundError):
         return f"{reason}, {origin(error)}); correct that line"
     missing = error.name or ""

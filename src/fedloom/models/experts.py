@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.core.errors import ConfigError
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 
 Mix = Callable[[Tensor, Tensor], Tensor]
 Widths = str | Sequence[int]
@@ -75,7 +75,7 @@ class ExpertPool(nn.Module):
         self.dim = widths[-1]
         self.bodies = nn.ModuleList(StackedLinear(layers) for layers in _bodies(widths, experts, seed))
         self.heads = StackedLinear([_head(self.dim, num_classes, seed, k) for k in range(experts)])
-        with seeded_init(seed, "gate"):
+        with seeded(seed, "gate"):
             self.gate = nn.Linear(self.num_features, experts)
 
     @property
@@ -142,11 +142,11 @@ def body_widths(body: Widths, num_features: int) -> tuple[int, ...]:
 def _bodies(widths: Sequence[int], experts: int, seed: int) -> list[list[nn.Linear]]:
     drawn = []
     for k in range(experts):
-        with seeded_init(seed, "expert", k):
+        with seeded(seed, "expert", k):
             drawn.append([nn.Linear(a, b) for a, b in pairwise(widths)])
     return [list(layer) for layer in zip(*drawn, strict=True)]
 
 
 def _head(dim: int, num_classes: int, seed: int, expert: int) -> nn.Linear:
-    with seeded_init(*((seed, "head") if expert == 0 else (seed, "head", expert))):
+    with seeded(*((seed, "head") if expert == 0 else (seed, "head", expert))):
         return nn.Linear(dim, num_classes)

@@ -20,6 +20,8 @@ from fedloom.models.plain import DigitsCnn, Flatten, Mlp, SmallCnn
 from fedloom.models.resnet import resnet18, thin
 from fedloom.models.weights import load_weights
 
+WIDEST = 65536  # of a layer; the memory of a machine ends near it
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -60,7 +62,7 @@ def names() -> dict[str, str]:
 
 
 def backbone(name: str, *, input_shape: Sequence[int], weights: str | None = None, **options: Any) -> nn.Module:
-    """Build a backbone; initial values are drawn from torch's global generator (see `seeds.seeded_init`).
+    """Build a backbone; initial values are drawn from torch's global generator (see `seeds.seeded`).
 
     input_shape: of one example, [C, H, W] or [d]. weights: path of a local state dict, or for torchvision the name
     of published weights. options: those of the network. Raises `ConfigError` for anything that does not fit.
@@ -73,19 +75,33 @@ def backbone(name: str, *, input_shape: Sequence[int], weights: str | None = Non
         return FOREIGN[library](rest, input_shape=input_shape, weights=weights, options=options)
     key = ALIASES.get(name, name)
     if key not in ENTRIES:
-        raise ConfigError(unknown("model", name, names()))
+        raise ConfigError(unknown("model", str(name)[:60], names()))
     entry = ENTRIES[key]
     if entry.images:
         _need_images(name, input_shape)
     fixed = {"input_shape", *getattr(entry.build, "keywords", {})}
     known = [p for p in inspect.signature(entry.build).parameters if p not in fixed]
-    for option in options:
+    for option, value in options.items():
         if option not in known:
             raise ConfigError(unknown(f"option of model {name}", option, known))
+        _check_option(name, option, value)
     module = entry.build(input_shape, **options)
     if weights is not None:
         load_weights(module, weights)
     return module
+
+
+def _check_option(name: str, option: str, value: Any) -> None:
+    """Options of these networks are whole numbers, `hidden` a list of them; `groups` may be null."""
+    many = option == "hidden" and isinstance(value, list | tuple)
+    fits = all(isinstance(v, int) and not isinstance(v, bool) for v in (value if many else [value]))
+    if value is None and option == "groups":
+        return
+    if not fits:
+        what = "a list of whole numbers" if option == "hidden" else "a whole number"
+        raise ConfigError(f"model.options.{option} of {name} must be {what}, got {repr(value)[:60]}")
+    if any(v > WIDEST for v in (value if many else [value])):
+        raise ConfigError(f"model.options.{option} of {name} must be at most {WIDEST}, got {repr(value)[:60]}")
 
 
 def _need_images(name: str, input_shape: Sequence[int]) -> None:

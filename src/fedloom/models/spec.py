@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fedloom.core.errors import ConfigError
-from fedloom.core.seeds import seeded_init
+from fedloom.core.seeds import seeded
 from fedloom.models.heads import Classifier
 from fedloom.models.registry import backbone
 
@@ -40,11 +40,11 @@ class NetworkSpec:
 
     def backbone(self) -> nn.Module:
         """The feature extractor [batch, ...] -> [batch, num_features]."""
-        with seeded_init(self.seed, "backbone"):
+        with seeded(self.seed, "backbone"):
             return backbone(self.name, input_shape=self.input_shape, weights=self.weights, **dict(self.options))
 
     def classifier(self) -> Classifier:
         """The backbone with a fixed-width linear head; the head has a random stream of its own."""
         body = self.backbone()
-        with seeded_init(self.seed, "head"):
+        with seeded(self.seed, "head"):
             return Classifier(body, self.num_classes)

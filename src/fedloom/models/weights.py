@@ -16,22 +16,35 @@ State = dict[str, Tensor]
 def read_state(path: str | Path) -> State:
     """Tensors of a `.safetensors` file, or of a torch file that holds a state dict (read without unpickling code)."""
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"model.weights: no file '{path}'; give the path of a .safetensors or .pt state dict")
+    if not _is_file(path):
+        short = str(path)[:200]
+        raise ConfigError(f"model.weights: no file '{short}'; give the path of a .safetensors or .pt state dict")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ConfigError(f"model.weights: cannot read '{path}': {_first_line(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"model.weights: cannot read '{path}': {error.strerror or _first_line(error)}") from error
+    except Exception as error:  # whatever the two formats raise; torch would advise to unpickle the file
+        raise ConfigError(
+            f"model.weights: cannot read '{path}', which is damaged or no file of weights ({type(error).__name__}); "
+            "give a .safetensors file, or one that torch.save wrote of a state dict"
+        ) from error
     for key in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
     if not isinstance(state, Mapping) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ConfigError(f"model.weights: '{path}' holds no state dict of tensors")
     return dict(state)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long a name, a null byte
+        return False
 
 
 def load_weights(

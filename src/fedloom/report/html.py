@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fedloom.core.errors import ConfigError
 from fedloom.report import plots
 from fedloom.report.record import Row, RunRecord, number, read_run
-from fedloom.report.tables import COSTS, RESULTS, TROUBLE, comparison_rows
+from fedloom.report.tables import COSTS, RESULTS, TROUBLE, comparison_rows, warning
 from fedloom.report.units import NONE, byte_size, count, decimal, duration, percent, points, signed_points
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ GLOSSARY = (
     (
         "Training loss",
         "Mean of the objective that clients minimise, with all terms of the method. A term that rewards entropy, such "
-        "as FedFMX's balance term, can take it below zero.",
+        "as the balance term of a gate, can take it below zero.",
     ),
 )
 
@@ -67,7 +67,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     page = render([read_run(Path(folder)) for folder in folders])
     try:
         partial = out.with_name(out.name + ".partial")
-        partial.write_text(page, encoding="utf-8")
+        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
         os.replace(partial, out)
     except OSError as error:
         raise ConfigError(f"the report '{out}' cannot be written: {error.strerror}.") from error
@@ -116,7 +116,7 @@ def _run_view(record: RunRecord, name: str, key: str) -> dict[str, Any]:
         "dataset": record.dataset,
         "status": record.status,
         "facts": _facts(record),
-        "problems": record.problems,
+        "problems": [*filter(None, [warning(record.summary)]), *record.problems],
         "tiles": _tiles(record),
         "pictures": _pictures(record, key),
         "stages": _stage_grid(record),

@@ -92,7 +92,9 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
     worst, mean = ([number(row, f"accuracy/client_{k}") for row in rows] for k in ("worst10", "mean"))
     if any(v is not None for v in worst):
         low, high = _percent(worst), _percent(mean)
-        ax.fill_between(x, low, high, color=SERIES[5], alpha=0.22, linewidth=0, label="from there to the worst tenth")
+        ax.fill_between(
+            x, low, high, color=SERIES[5], alpha=0.22, linewidth=0, label="clients: mean down to worst tenth"
+        )
     chance = [1 / n if n else None for n in (number(row, "seen_classes") for row in rows)]
     first = [row[0] if row else None for row in record.matrix]
     lines: tuple[tuple[str, Series, str, str, Any], ...] = (
@@ -222,7 +224,9 @@ def legend_mark(i: int) -> str:
     }  # fmt: skip
     shape = f'<polygon points="{points[marker]}"/>' if marker in points else '<circle cx="18" cy="6" r="4.5"/>'
     ink = f"var({VARIABLES[color]})"
-    line = f'<line x1="0" y1="6" x2="36" y2="6" stroke="{ink}" stroke-width="2.4" stroke-dasharray="{dashes or "none"}"/>'
+    line = (
+        f'<line x1="0" y1="6" x2="36" y2="6" stroke="{ink}" stroke-width="2.4" stroke-dasharray="{dashes or "none"}"/>'
+    )
     return f'<svg class="mark" viewBox="0 0 36 12" aria-hidden="true" fill="{ink}">{line}{shape}</svg>'
 
 

@@ -58,6 +58,20 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     return lines_of(summary, RESULTS) + lines_of(summary, COSTS) + trouble
 
 
+def warning(summary: Summary) -> str:
+    """What makes the numbers worthless: a run in which no round changed the model. Empty where all is well."""
+    counts = (summary.get(key) for key in ("rounds", "degraded_rounds"))
+    rounds, degraded = (value if isinstance(value, int) else 0 for value in counts)
+    if not rounds or degraded < rounds:
+        return ""
+    causes = {"rejected_updates": "updates were rejected", "failed_clients": "clients failed"}
+    told = ", ".join(f"{summary[key]} {what}" for key, what in causes.items() if summary.get(key))
+    return (
+        f"WARNING: none of the {rounds} rounds changed the model ({told or 'no update could be merged'}); the numbers "
+        "are those of the initial model. log.txt has the reasons; a lower learning rate often mends it."
+    )
+
+
 def run_title(summary: Summary) -> str:
     """One line that says which run this is: method, preset, data set, seed."""
     method = str(summary.get("method") or "run")
@@ -74,6 +88,7 @@ def summary_table(summary: Summary) -> Table:
     from rich.table import Table
 
     table = Table(title=escape(run_title(summary)), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.caption, table.caption_style = escape(warning(summary)) or None, "bold red"
     table.add_column("what")
     table.add_column("value", justify="right", style="bold")
     trouble = [(label, write(summary[key])) for key, label, write in TROUBLE if summary.get(key)]
@@ -89,7 +104,8 @@ def summary_text(summary: Summary) -> str:
     lines = summary_lines(summary)
     left = max((len(label) for label, _ in lines), default=0)
     right = max((len(value) for _, value in lines), default=0)
-    return "\n".join([run_title(summary), *(f"  {label:<{left}}  {value:>{right}}" for label, value in lines)])
+    told = [run_title(summary), *(f"  {label:<{left}}  {value:>{right}}" for label, value in lines), warning(summary)]
+    return "\n".join(line for line in told if line)
 
 
 def comparison_rows(summaries: Mapping[str, Summary]) -> list[tuple[str, list[str]]]:
