@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from fedloom.core.errors import ConfigError, FedloomError, origin
 from fedloom.core.payload import digest
@@ -129,7 +129,7 @@ def own_spec(source: Any, num_classes: int, input_shape: tuple[int, ...], seed: 
 
 def _check_parameters(module: nn.Module) -> None:
     name, found = type(module).__name__, list(module.named_parameters())
-    lazy = next((n for n, p in (*found, *module.named_buffers()) if isinstance(p, UninitializedTensorMixin)), None)
+    lazy = next((n for n, p in (*found, *module.named_buffers()) if is_lazy(p)), None)
     if lazy is not None:
         raise ConfigError(
             f"model: '{lazy}' of {name} has no values yet (a lazy layer); call the model once on an input, or give "
