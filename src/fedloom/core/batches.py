@@ -30,8 +30,8 @@ class Batch(NamedTuple):
 def take(x: Inputs, index: Tensor) -> Inputs:
     """Select rows of a tensor or of every tensor of a mapping."""
     if isinstance(x, Tensor):
-        return x[index]
-    return {name: tensor[index] for name, tensor in x.items()}
+        return x.index_select(0, index)
+    return {name: tensor.index_select(0, index) for name, tensor in x.items()}
 
 
 class Batches:

@@ -2,8 +2,8 @@
 
 `Net` owns the real `nn.Module`. Parameters are copied into it once per client call (`Context.bind`) and trained
 in place, so torch optimisers, hooks, activation checkpointing, tied weights and autocast work as in a plain
-loop. `Net.take` hands the trained tensors out; the next bind then gives the module fresh storage, so nothing
-that was handed out is ever overwritten.
+loop. `Net.take` hands the trained tensors out; the next bind gives the module fresh storage wherever somebody
+still holds them, so nothing that was handed out is ever overwritten.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Net:
                 raise PayloadError(
                     f"'{field}/{name}' has shape {tuple(value.shape)}, the network needs {tuple(tensor.shape)}"
                 )
-            if self._given_away:
+            if self._given_away and _shared(tensor):
                 tensor.data = torch.empty_like(tensor)
             tensor.copy_(value)
             tensor.grad = None
@@ -275,6 +275,20 @@ class Context:
     def seed_for(self, purpose: str, *key: Key) -> int:
         """A seed for a draw of the method's own, named by purpose, stage, round and client."""
         return seed_for(self.seed, purpose, self.stage.index, self.round, self.client, *key)
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors share the storage, plus a constant."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+_COUNTS = hasattr(torch._C, "_storage_Use_Count")
+_ALONE = _uses(torch.empty(1)) if _COUNTS else 0
+
+
+def _shared(tensor: Tensor) -> bool:
+    """Whether anybody else holds the tensor's memory; True where torch cannot tell."""
+    return not _COUNTS or _uses(tensor) > _ALONE
 
 
 def state_buffers(module: nn.Module) -> dict[str, Tensor]:

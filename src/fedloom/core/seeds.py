@@ -37,6 +37,17 @@ def seeded(*key: Key) -> Iterator[None]:
     Needed because `nn.Module` constructors and dropout draw from the global generator only. Threads take turns, or
     one would draw from the other's seed.
     """
-    with _one_at_a_time, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(*key))
-        yield
+    with _one_at_a_time:
+        before = torch.default_generator.get_state()
+        _seed(seed_for(*key))
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+
+
+def _seed(seed: int) -> None:
+    """Seed the generators that exist: `torch.manual_seed` formats the call stack where CUDA sleeps, each time."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)

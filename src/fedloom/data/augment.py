@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -55,9 +56,19 @@ class Prepare:
         if rng is not None and self.augment != "none":
             x = flip(crop(x, rng) if self.augment == "crop_flip" else x, rng)
         scale = 255.0 if x.dtype == torch.uint8 else 1.0
-        x = x.to(torch.float32)
+        if x.is_floating_point():
+            x = x.to(torch.float32)
         if not self.mean:
-            return x.div_(scale) if scale != 1.0 else x
-        shape = (1, -1, 1, 1) if x.dim() == 4 else (1,) * x.dim()
-        mean, std = (torch.tensor(v, dtype=torch.float32, device=x.device).view(shape) for v in (self.mean, self.std))
-        return (x - scale * mean).div_(scale * std)
+            return x / scale if scale != 1.0 else x.to(torch.float32)
+        mean, std = _moments(self.mean, self.std, scale, x.dim(), x.device)
+        return (x - mean).div_(std)
+
+
+@functools.lru_cache(maxsize=32)
+def _moments(
+    mean: tuple[float, ...], std: tuple[float, ...], scale: float, dims: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean and deviation per channel in stored units; kept, for making them costs more than using them."""
+    shape = (1, -1, 1, 1) if dims == 4 else (1,) * dims
+    first, second = (torch.tensor(v, dtype=torch.float32, device=device).view(shape) for v in (mean, std))
+    return scale * first, scale * second

@@ -115,7 +115,8 @@ class LocalSGD:
         with torch.no_grad():
             for decide in self.decisions:
                 out |= decide(_detached(out), batch, ref, carry)
-        loss = torch.stack([term(live, out, batch, ref, carry) for term in self.terms]).sum()
+        first, *more = [term(live, out, batch, ref, carry) for term in self.terms]
+        loss = sum(more, first)
         loss.backward()  # type: ignore[no-untyped-call]
         if self.carries:
             with torch.no_grad():
