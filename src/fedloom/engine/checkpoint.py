@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ class Checkpoints:
             if self._hashes.get(client, ("", ""))[0] != version:
                 self._hashes[client] = version, file_sha256(self.store.path(client, version))
         meta = {
-            "progress": asdict(progress),
+            "progress": dict(vars(progress)),
             "server_sha256": file_sha256(server),
             "clients": {client: self._hashes[client] for client in progress.versions},
             "config_hash": self.config_hash,
