@@ -279,7 +279,7 @@ class Context:
 
 def _uses(tensor: Tensor) -> int:
     """How many tensors share the storage, plus a constant."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 _COUNTS = hasattr(torch._C, "_storage_Use_Count")

@@ -49,5 +49,5 @@ def seeded(*key: Key) -> Iterator[None]:
 def _seed(seed: int) -> None:
     """Seed the generators that exist: `torch.manual_seed` formats the call stack where CUDA sleeps, each time."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
