@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.core import ConfigError, RunError, Trip, Update
+from fedloom.core import ConfigError, Interrupted, RunError, Trip, Update
 from fedloom.core.seeds import seeded
 from fedloom.engine.files import load_payload
 from fedloom.methods.fedavg import FedAvg
@@ -130,6 +130,21 @@ def test_an_observer_that_fails_never_ends_a_run(tmp_path: Path):
     start(tmp_path / "run", experiment(FEDAVG, **SMALL), [Broken(), other])
     assert len(other.clients) == 4 and len(rows(tmp_path / "run")) == 1
     assert "BrokenPipeError: the terminal is gone" in (tmp_path / "run" / "log.txt").read_text()
+
+
+class Stopping(Notes):
+    """Asks for the end after the first stage."""
+
+    def stage_done(self, row: Any) -> None:
+        raise Interrupted("enough")
+
+
+def test_an_observer_may_stop_a_run_that_can_be_resumed(tmp_path: Path):
+    whole = experiment(FEDAVG, num_stages=2, rounds=1)
+    expected = start(tmp_path / "whole", whole)["state_sha256"]
+    with pytest.raises(Interrupted, match="enough"):
+        start(tmp_path / "run", whole, [Stopping()])
+    assert resume(tmp_path / "run", whole)["state_sha256"] == expected
 
 
 @pytest.mark.parametrize(("key", "value"), [("stage", 99), ("stage", "a"), ("metrics_size", -5), ("rounds", 0)])

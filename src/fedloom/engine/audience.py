@@ -1,4 +1,7 @@
-"""Who watches a run: the log and the observers. What an observer does wrong never ends a run."""
+"""Who watches a run: the log and the observers. What an observer does wrong never ends a run.
+
+An observer that wants the run to stop raises `Interrupted`; what was committed is then checkpointed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from fedloom.core import Interrupted
 from fedloom.engine.experiment import Observer
 from fedloom.engine.folder import RunFolder
 
@@ -26,6 +30,8 @@ class Audience:
         for observer in tuple(self.observers):
             try:
                 getattr(observer, event)(*arguments)
+            except Interrupted:
+                raise
             except Exception:  # a closed terminal, a full disk behind a tracker
                 self.observers.remove(observer)
                 self.folder.log(f"an observer failed and is told no more:\n{traceback.format_exc()}")
