@@ -69,7 +69,7 @@ class FedAvgM:
 
 
 @dataclass(frozen=True)
-class _Adaptive:
+class _Adaptive(ABC):
     """m <- beta1 m + (1 - beta1) delta; v <- `second`(v, delta); w <- w + lr m / (sqrt(v) + tau)."""
 
     lr: float = 0.1
@@ -82,9 +82,9 @@ class _Adaptive:
         if not 0 <= self.tau < float("inf"):
             raise ConfigError(f"tau must be at least 0, got {self.tau}")
 
+    @abstractmethod
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         """New second moment from the old one."""
-        raise NotImplementedError(type(self).__name__)
 
     def init(self, params: Tensors) -> State:
         """First moments zero, second moments tau^2."""
