@@ -9,6 +9,7 @@ Differs: where the denominator sqrt(v) + tau is 0 (tau = 0 and every delta so fa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
