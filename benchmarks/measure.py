@@ -7,8 +7,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,29 @@ def run_json(script: str, *arguments: object, env: Mapping[str, str] | None = No
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run_sampled(job: Any, sample: Callable[[], Any], *, experiment: Any = None, **options: Any) -> list[Any]:
+    """Carry out a built run in a temporary folder and return what `sample` gave at the end of each round.
+
+    experiment: in place of the built one. options: changes of how the run is carried out.
+    """
+    from fedloom.engine.experiment import Observer
+    from fedloom.engine.folder import RunFolder
+    from fedloom.engine.loop import run
+
+    samples = []
+
+    class Clock(Observer):
+        def round_done(self, row: Any) -> None:
+            samples.append(sample())
+
+    with (
+        tempfile.TemporaryDirectory() as place,
+        RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder,
+    ):
+        run(experiment or job.experiment, replace(job.options, **options), folder, [Clock()])
+    return samples
 
 
 def show(title: str, rows: list[tuple[str, ...]], result: Mapping[str, Any], as_json: bool) -> None:

@@ -19,11 +19,9 @@ import argparse  # noqa: E402 - the start-up clock starts before everything else
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import os  # noqa: E402
-import tempfile  # noqa: E402
-from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from measure import median, run_json, show, tree_cpu_seconds  # noqa: E402
+from measure import median, run_json, run_sampled, show, tree_cpu_seconds  # noqa: E402
 
 WARM = 5  # rounds before the steady state
 JOB = {
@@ -58,24 +56,10 @@ def built(rounds: int, layout: str, workers: Any) -> Any:
 
 
 def library(rounds: int, layout: str, workers: Any, checkpoint: int = 0) -> dict[str, Any]:
-    """Run the library and clock every round, from the observer that it calls at the end of each."""
-    from fedloom.engine.experiment import Observer
-    from fedloom.engine.folder import RunFolder
-    from fedloom.engine.loop import run
-
-    class Clock(Observer):
-        ends: list[tuple[float, float]] = []  # one clock per process
-
-        def round_done(self, row: Any) -> None:
-            self.ends.append((time.perf_counter() - STARTED, tree_cpu_seconds()))
-
+    """Run the library and clock the end of every round."""
     job = built(rounds, layout, workers)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder,
-    ):
-        run(job.experiment, job.options, folder, [Clock()])
-    return clocked(Clock.ends)
+    ends = run_sampled(job, lambda: (time.perf_counter() - STARTED, tree_cpu_seconds()), checkpoint_every=checkpoint)
+    return clocked(ends)
 
 
 def clocked(ends: list[tuple[float, float]]) -> dict[str, Any]:

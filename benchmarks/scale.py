@@ -12,12 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import tempfile
 import time
-from pathlib import Path
-from typing import Any
 
-from measure import median, memory_mb, run_json, show
+from measure import median, memory_mb, run_json, run_sampled, show
 
 SIZES = (100, 10_000, 100_000)
 
@@ -28,9 +25,6 @@ def one(clients: int, rounds: int) -> dict[str, float]:
 
     from fedloom.build import build
     from fedloom.config import resolve
-    from fedloom.engine.experiment import Observer
-    from fedloom.engine.folder import RunFolder
-    from fedloom.engine.loop import run
 
     rng = np.random.default_rng(0)
     data = rng.normal(size=(5000, 64)).astype("float32"), rng.integers(0, 10, 5000)
@@ -43,20 +37,8 @@ def one(clients: int, rounds: int) -> dict[str, float]:
         "engine": {"workers": 1},
     }
 
-    class Clock(Observer):
-        ends: list[tuple[float, float]] = []  # one clock per process
-
-        def round_done(self, row: Any) -> None:
-            self.ends.append((time.perf_counter(), memory_mb()))
-
     began = time.perf_counter()
-    job = build(resolve(tree), data=data)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        RunFolder.create(Path(place) / "run", job.config.as_dict(), {}) as folder,
-    ):
-        run(job.experiment, job.options, folder, [Clock()])
-    ends = Clock.ends
+    ends = run_sampled(build(resolve(tree), data=data), lambda: (time.perf_counter(), memory_mb()))
     return {
         "seconds": (ends[-1][0] - ends[4][0]) / (len(ends) - 5),
         "start_up": ends[0][0] - began,
