@@ -66,7 +66,7 @@ def _save_model(folder: RunFolder, view: Payload) -> None:
 
 def _costs(experiment: Experiment, runtime: Runtime, view: Payload, ctx: Context) -> dict[str, Any]:
     module = runtime.net.module
-    sample = _one_example(experiment, ctx)
+    sample = _one_example(experiment)
     found: dict[str, Any] = {
         "parameters": parameters(module),
         "active_parameters": active_parameters(module),
@@ -79,7 +79,7 @@ def _costs(experiment: Experiment, runtime: Runtime, view: Payload, ctx: Context
     return found
 
 
-def _one_example(experiment: Experiment, ctx: Context) -> Inputs | None:
+def _one_example(experiment: Experiment) -> Inputs | None:
     for task in range(len(experiment.plan.tasks)):
         data: Batches = experiment.plan.test(task)
         for batch in data.part(0, 1).epoch(batch_size=1, shuffle=False):
