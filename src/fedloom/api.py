@@ -260,11 +260,13 @@ def load_run(folder: str | Path, *, model: Any = None) -> Run:
 
 def _carry_out(built: Built, folder: RunFolder, observers: Sequence[Observer]) -> dict[str, Any]:
     """Train to the end and write what a finished run leaves; DONE or FAILED says how it ended."""
-    from fedloom.engine.loop import run as train
+    from fedloom.engine.start import carry_out
+    from fedloom.served import describe
 
     folder.mark(None)
+    card = {"config": built.config.as_dict(), "model": describe(built)}
     try:
-        measured = train(built.experiment, built.options, folder, [*observers, _log(folder)])
+        measured = carry_out(built.experiment, built.options, folder, [*observers, _log(folder)], card)
         summary = _finish(built, folder, measured)
     except Interrupted as error:
         raise Interrupted(f"{error}; continue with `fedloom resume {folder.path}`") from error

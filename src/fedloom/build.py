@@ -308,7 +308,11 @@ def _options(config: Config, built: Experiment, module: nn.Module, key: str) -> 
     engine = config.engine
     retry = re.fullmatch(r"retry\((\d+)\)", engine.on_client_failure)
     given = {
+        "engine": engine.name,
+        "runtime": engine.runtime,
         "workers": workers(config, built, module),
+        "join": engine.join,
+        "reply_limit": engine.reply_limit,
         "on_client_failure": "retry" if retry else engine.on_client_failure,
         "retries": int(retry[1]) if retry else 0,
         "min_replies": engine.min_replies,
@@ -331,6 +335,8 @@ def workers(config: Config, built: Experiment, module: nn.Module) -> int:
     if config.engine.workers != "auto":
         return config.engine.workers
     if built.rebuild is None or built.forward.device.type != "cpu":
+        return 1
+    if config.engine.name == "flower" and config.engine.runtime != "simulation":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     seconds = visits(config, built.plan) * _operations(module, built) / CONV_RATE

@@ -59,9 +59,14 @@ class Settable(Command):
 
 
 def plain(message: str) -> str:
-    """Typer's message without the words of the library that checked the value."""
+    """Typer's message without the words of the library that checked the value, whichever that was."""
     message = message.replace("Value error, ", "")
-    kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
+    kinds = {"integer": "a whole number", "number": "a number", "float": "a number", "boolean": "true or false"}
+    message = re.sub(
+        r"('.*') is not a valid (\w+)\.?$",
+        lambda found: f"must be {kinds.get(found[2], found[2])}, got {found[1]}",
+        message,
+    )
     return re.sub(
         r"Input should be a valid (\w+)(, unable to parse string as an? \w+)?",
         lambda found: f"must be {kinds.get(found[1], found[1])}",

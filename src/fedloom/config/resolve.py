@@ -14,7 +14,7 @@ from fedloom.config.sections import Config
 from fedloom.config.words import explain, shorten, shown
 from fedloom.core.errors import ConfigError, unknown
 
-ENGINES = ("serial",)
+ENGINES = ("serial", "flower")
 
 
 def resolve_source(recipe: str | Mapping[str, Any] | Config | None) -> tuple[str, dict[str, Any]]:
@@ -70,8 +70,18 @@ def _refuse_unknown_sections(merged: Layer) -> None:
 
 
 def _check_engine(tree: Config) -> None:
-    if tree.engine.name not in ENGINES:
-        raise ConfigError(f"{unknown('engine', shorten(tree.engine.name), ENGINES)} Set engine.name to serial.")
+    engine = tree.engine
+    if engine.name not in ENGINES:
+        raise ConfigError(f"{unknown('engine', shorten(engine.name), ENGINES)} Set engine.name to serial.")
+    if engine.name == "serial" and engine.runtime is not None:
+        raise ConfigError(
+            f"engine.runtime is {engine.runtime}, but the engine serial has no runtimes; "
+            "set engine.name to flower, or engine.runtime to null"
+        )
+    if engine.name == "flower" and engine.runtime != "simulation" and engine.workers not in ("auto", 1):
+        raise ConfigError(
+            f"engine.workers is {engine.workers}, but a federation's nodes do the work; set it to 1 or auto"
+        )
 
 
 def _check_cross(tree: Config) -> None:

@@ -326,16 +326,23 @@ class Training(Section):
 
 
 class Engine(Section):
-    """How it runs; only `threads`, the device's kind and the failure rules can change a result."""
+    """How it runs; only `threads`, the device's kind and the failure rules can change a result.
+
+    runtime: of the engine flower: `grid` (in this process, the default), `simulation` (Flower's own, on Ray) or
+    `deployment` (what `fedloom deploy` writes). join: seconds that a federation waits for its clients to join.
+    reply_limit: bytes that a client's answer may have; null is four times the server's state and 16 MiB more.
+    """
 
     name: str = "serial"
-    runtime: None = None
+    runtime: Literal["grid", "simulation", "deployment"] | None = None
     device: Annotated[str, PlainValidator(_device)] = "auto"
     workers: Annotated[Any, _count_or("auto", most=MOST_WORKERS)] = "auto"
     threads: Threads = 1
     on_client_failure: Annotated[str, PlainValidator(_failure)] = "skip"
     min_replies: Count = 1
     deadline: Positive | None = None
+    join: Positive = 600.0
+    reply_limit: Annotated[int, Ge(1), Le(2**40)] | None = None
 
 
 class Evaluate(Section):

@@ -26,7 +26,7 @@ from fedloom.engine.files import (
     sync_folder,
     write_json,
 )
-from fedloom.engine.store import ClientStore
+from fedloom.engine.force import States
 
 
 @dataclass
@@ -61,11 +61,11 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; at most `keep` are kept."""
+    """The checkpoints of one run folder; at most `keep` are kept. states: where client states lie."""
 
-    def __init__(self, run: Path, keep: int, config_hash: str):
+    def __init__(self, run: Path, keep: int, config_hash: str, states: States):
         self.folder, self.keep, self.config_hash = run / "checkpoints", keep, config_hash
-        self.store = ClientStore(run / "clients")
+        self.states = states
         self._hashes: dict[int, tuple[str, str]] = {}
 
     def save(self, server: Payload, progress: Progress) -> None:
@@ -142,12 +142,8 @@ class Checkpoints:
 
     def _check_clients(self, path: Path, progress: Progress, clients: Mapping[int, tuple[str, str]]) -> None:
         for client, version in progress.versions.items():
-            file = self.store.path(client, version)
-            try:
-                sound = clients.get(client) == (version, file_sha256(file))
-            except OSError:
-                sound = False
-            if not sound:
+            known, sha256 = clients.get(client, ("", ""))
+            if known != version or not self.states.sound(client, version, sha256):
                 raise _Damaged(f"checkpoint {path} is damaged (the state of client {client} is missing or has changed)")
 
     def _meta(self, progress: Progress, server: Path) -> dict[str, Any]:
@@ -155,7 +151,7 @@ class Checkpoints:
 
         for client, version in progress.versions.items():
             if self._hashes.get(client, ("", ""))[0] != version:
-                self._hashes[client] = version, file_sha256(self.store.path(client, version))
+                self._hashes[client] = version, self.states.sha256(client, version)
         meta = {
             "progress": dict(vars(progress)),
             "server_sha256": file_sha256(server),
@@ -176,7 +172,7 @@ class Checkpoints:
         for path in found[: -self.keep]:
             shutil.rmtree(path, ignore_errors=True)
         kept = [_versions(path) for path in found[-self.keep :]]
-        self.store.prune(kept)
+        self.states.prune(kept)
 
 
 def _digest(meta: Mapping[str, Any]) -> str:

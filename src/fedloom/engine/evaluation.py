@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -12,15 +12,15 @@ import numpy as np
 from fedloom.core import ClientId, Payload, RunError
 from fedloom.engine.checkpoint import Progress
 from fedloom.engine.experiment import Experiment
+from fedloom.engine.force import Force
 from fedloom.engine.runtime import CHUNK, Failed, Measured, Probe
-from fedloom.engine.serial import Workforce
 from fedloom.evaluate.personal import expected_accuracy, spread
 from fedloom.evaluate.predict import Counts
 
 
 def evaluate_stage(
     experiment: Experiment,
-    force: Workforce,
+    force: Force,
     server: Payload,
     progress: Progress,
     stage: int,
@@ -63,7 +63,7 @@ def evaluate_stage(
 
 def _measure(
     experiment: Experiment,
-    force: Workforce,
+    force: Force,
     stage: int,
     clients: Sequence[ClientId | None],
     tasks: Sequence[int],
@@ -96,7 +96,7 @@ def _measure(
 
 def _clients(
     experiment: Experiment,
-    force: Workforce,
+    force: Force,
     stage: int,
     tasks: Sequence[int],
     progress: Progress,
@@ -106,7 +106,7 @@ def _clients(
 ) -> dict[str, Any]:
     """Accuracy per client under its own label mix; a client's own view is evaluated only where it has one."""
     clients = progress.served
-    own = [client for client in clients if client in progress.versions or not _same_view(down(client), down(None))]
+    own = list(own_views(progress, down))
     views = _measure(experiment, force, stage, own, tasks, progress, down, stop) if own else {}
     accuracies, sizes = [], []
     for client in clients:
@@ -115,6 +115,13 @@ def _clients(
         accuracies.append(float(expected_accuracy(by_class, labels)[0]))
         sizes.append(int(labels.sum()))
     return spread(np.array(accuracies), np.array(sizes)).metrics()
+
+
+def own_views(progress: Progress, down: Callable[[ClientId | None], Payload]) -> Iterator[ClientId]:
+    """Clients that have taken part and whose view is not the global one: they keep a state or are sent another."""
+    for client in progress.served:
+        if client in progress.versions or not _same_view(down(client), down(None)):
+            yield client
 
 
 def _same_view(a: Payload, b: Payload) -> bool:

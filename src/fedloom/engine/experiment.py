@@ -61,11 +61,16 @@ class Options:
     """How a run is carried out; nothing here changes what a fault-free run computes.
 
     on_client_failure: "fail", "skip" or "retry" (`retries` times, then skip). min_replies: fewer answers end the
-    run. deadline: seconds per exchange. evaluate_every: "stage" or a number of rounds. checkpoint_every: rounds
+    run. deadline: seconds per exchange. engine, runtime, join, reply_limit: as in the section `engine`.
+    evaluate_every: "stage" or a number of rounds. checkpoint_every: rounds
     between checkpoints, 0 for none. config_hash: what a checkpoint must agree with.
     """
 
+    engine: str = "serial"
+    runtime: str | None = None
     workers: int = 1
+    join: float = 600.0
+    reply_limit: int | None = None
     on_client_failure: str = "skip"
     retries: int = 0
     min_replies: int = 1

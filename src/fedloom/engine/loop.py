@@ -15,16 +15,17 @@ from fedloom.core import ClientId, ConfigError, Context, Interrupted, Payload, R
 from fedloom.core.errors import FedloomError, PayloadError
 from fedloom.core.payload import canonical, check_finite, check_like, check_structure, nbytes
 from fedloom.core.seeds import seeded
+from fedloom.engine import serial
 from fedloom.engine.agenda import agenda
 from fedloom.engine.audience import Audience
 from fedloom.engine.checkpoint import Checkpoints, Progress
-from fedloom.engine.evaluation import evaluate_stage
+from fedloom.engine.evaluation import evaluate_stage, own_views
 from fedloom.engine.experiment import Experiment, Observer, Options
 from fedloom.engine.folder import RunFolder
+from fedloom.engine.force import Force, Hire
 from fedloom.engine.replies import means, size_of, skeleton
 from fedloom.engine.result import conclude
-from fedloom.engine.runtime import Answer, Done, Failed, Work, blame
-from fedloom.engine.serial import Workforce
+from fedloom.engine.runtime import Answer, Done, Failed, Probe, Work, blame
 from fedloom.engine.spool import Reader
 from fedloom.engine.store import version_of
 
@@ -32,15 +33,20 @@ Absorb = Callable[[Payload, Sequence[Reply], Context], Payload]
 
 
 def run(
-    experiment: Experiment, options: Options, folder: RunFolder, observers: Sequence[Observer] = ()
+    experiment: Experiment,
+    options: Options,
+    folder: RunFolder,
+    observers: Sequence[Observer] = (),
+    hire: Hire = serial.hire,
 ) -> dict[str, Any]:
     """Carry out a run from its newest checkpoint, or from the start, and return what it measured.
 
+    hire: finds who carries out the instructions; this process by default.
     Writes metrics.jsonl, accuracy_matrix.csv, checkpoints/ and model/ in the folder. Raises `RunError` when the
     run cannot go on, `Interrupted` when the user stopped it; what was committed stays and can be resumed.
     """
     audience = Audience(folder, observers)
-    with Workforce(experiment, folder.path, options.workers, audience.note) as force:
+    with hire(experiment, options, folder, audience.note) as force:
         return Loop(experiment, options, folder, audience, force).run()
 
 
@@ -53,12 +59,12 @@ class Loop:
         options: Options,
         folder: RunFolder,
         audience: Audience,
-        force: Workforce,
+        force: Force,
     ):
         self.experiment, self.options, self.folder, self.force = experiment, options, folder, force
         self.audience, self.reader = audience, Reader()
         self.agenda = agenda(experiment, force.runtime.exchanges)
-        self.checkpoints = Checkpoints(folder.path, options.checkpoint_keep, options.config_hash)
+        self.checkpoints = Checkpoints(folder.path, options.checkpoint_keep, options.config_hash, force.states)
         self.stop = threading.Event()
         self.saved: tuple[int, int] | None = None
         self.told: set[tuple[ClientId | None, str]] = set()
@@ -80,7 +86,20 @@ class Loop:
                 self._rescue()
             raise
         self.progress.wall_seconds = self._wall()
+        if self.options.personal:
+            self._deliver()
         return conclude(self.experiment, self.force.runtime, self.folder, self.server, self.progress)
+
+    def _deliver(self) -> None:
+        """Let clients keep what they can predict with."""
+        last, versions = self.experiment.plan.num_stages - 1, self.progress.versions
+
+        def down(client: ClientId | None) -> Payload:
+            ctx = self.force.runtime.context(last, exchange="evaluate", client=client)
+            return self.experiment.method.send(self.server, client, ctx)
+
+        views = (Probe(k, last, 0, 0, 0, versions.get(k), 0) for k in own_views(self.progress, down))
+        self.force.deliver(views, down)
 
     def _rescue(self) -> None:
         """Checkpoint the last committed round, unless that was done."""
@@ -95,7 +114,7 @@ class Loop:
     def _start(self) -> None:
         found = self.checkpoints.load(self.audience.note)
         if found is None:
-            self.checkpoints.store.clear()
+            self.force.states.clear()
             self.server, self.progress = self._initial(), Progress()
         else:
             self.server, self.progress = found
@@ -299,7 +318,7 @@ class Loop:
         if every and (trip == 0 or progress.rounds % every == 0):
             self._checkpoint(self.server, progress)
         elif not every:
-            self.checkpoints.store.prune([progress.versions])
+            self.force.states.prune([progress.versions])
 
     def _checkpoint(self, server: Payload, progress: Progress) -> None:
         self.checkpoints.save(server, progress)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import torch
 
 from fedloom.core import Batches, ClientId, ConfigError, Context, FedloomError, Payload, PayloadError, RunError, Update
 from fedloom.core.errors import origin
 from fedloom.core.payload import check_finite, check_structure
 from fedloom.core.seeds import seeded
 from fedloom.engine.experiment import Experiment
-from fedloom.engine.spool import Ref, Spool
+from fedloom.engine.spool import Ref
 from fedloom.engine.store import ClientStore
 from fedloom.evaluate.predict import Counts, count_correct
 
@@ -77,18 +80,36 @@ Instruction = Work | Probe
 Answer = Done | Failed | Measured
 
 
-class Runtime:
-    """A process's network, its spool and its access to client states."""
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Use that many intra-op threads: their number changes bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
-    def __init__(self, experiment: Experiment, states: Path, spool: Path):
+
+class Outbox(Protocol):
+    """Where uploads are put: a spool file, or a message that is being made."""
+
+    def write(self, payload: Payload) -> Ref:
+        """Take a payload; the answer says where it is and whether it is finite."""
+        ...
+
+
+class Runtime:
+    """A process's network, its outbox and its access to client states. log: where tracebacks go."""
+
+    def __init__(self, experiment: Experiment, store: ClientStore, outbox: Outbox, log: Path):
         self.experiment, self.net = experiment, experiment.net()
         if not self.net.trainable:
             raise ConfigError(
                 "the network has no trainable parameter, so there is nothing to train; take another model"
             )
         self.exchanges = experiment.method.exchanges()
-        self.store, self.spool = ClientStore(states), Spool(spool)
-        self.log = states.parent / "log.txt"
+        self.store, self.outbox, self.log = store, outbox, log
 
     def context(
         self, stage: int, round: int | None = None, exchange: str = "train", client: ClientId | None = None
@@ -118,7 +139,7 @@ class Runtime:
             raise PayloadError(f"the client's work must return an Update, got {type(update).__name__}")
         check_structure(update.up, "the upload")
         check_structure(update.state, "the client state")
-        ref = self.spool.write(update.up)
+        ref = self.outbox.write(update.up)
         stored = ref.not_finite is None and self._keep(todo, update, state)
         weight = float(data.num_examples if update.weight is None else update.weight)
         metrics = {name: float(value) for name, value in update.metrics.items()}

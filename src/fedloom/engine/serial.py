@@ -13,19 +13,27 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from fedloom.core import ClientId, ConfigError, Interrupted, Payload
-from fedloom.engine.experiment import Experiment
-from fedloom.engine.runtime import Answer, Failed, Instruction, Runtime
+from fedloom.engine.experiment import Experiment, Options
+from fedloom.engine.folder import RunFolder
+from fedloom.engine.force import Down
+from fedloom.engine.runtime import Answer, Failed, Instruction, Runtime, threads
 from fedloom.engine.spool import Ref, Spool
+from fedloom.engine.store import ClientStore
 
-Down = Callable[[ClientId | None], Payload]
+
+@contextmanager
+def hire(
+    experiment: Experiment, options: Options, folder: RunFolder, note: Callable[[str], None]
+) -> Iterator[Workforce]:
+    """The processes of a run, for as long as it lasts."""
+    with threads(experiment.threads), Workforce(experiment, folder.path, options.workers, note) as force:
+        yield force
 
 
 class Workforce:
@@ -33,12 +41,11 @@ class Workforce:
 
     def __init__(self, experiment: Experiment, folder: Path, workers: int, note: Callable[[str], None]):
         sent = recipe(experiment, workers)
-        self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(experiment.threads)
+        self.states, self.spool = ClientStore(folder / "clients"), Spool(folder / ".spool" / "0.bin")
         try:
-            self.runtime = Runtime(experiment, folder / "clients", folder / ".spool" / "0.bin")
+            self.runtime = Runtime(experiment, self.states, self.spool, folder / "log.txt")
         except BaseException:
-            torch.set_num_threads(self._threads_before)
+            self.spool.close()
             raise
         self._note, self._folder = note, folder
         self._queue: deque[tuple[int, Instruction]] = deque()
@@ -57,8 +64,7 @@ class Workforce:
         """End the other processes and remove the spool files."""
         for child in self._children:
             child.stop()
-        torch.set_num_threads(self._threads_before)
-        self.runtime.spool.close()
+        self.spool.close()
         if self._down_spool is not None:
             self._down_spool.close()
         for path in (self._folder / ".spool").glob("*.bin"):
@@ -74,15 +80,10 @@ class Workforce:
         progress: Callable[[int, int], None] = lambda done, total: None,
         again: bool = False,
     ) -> list[Answer]:
-        """Do all instructions and return their answers in the order given.
-
-        down: what a client receives (None: the global view). stop: asked between clients; True ends the
-        exchange with `Interrupted`. late: asked before each client; True fails those not yet begun.
-        again: these belong to the exchange before (a retry), whose replies must stay readable.
-        """
+        """See `Force.carry_out`. stop is asked between clients, late before each of them."""
         if not again:
             self._generation += 1
-            self.runtime.spool.reset()
+            self.spool.reset()
         refs = self._share(instructions, down) if self._children else {}
         order = sorted(range(len(instructions)), key=lambda k: (-instructions[k].size, k))
         with self._changed:
@@ -102,6 +103,9 @@ class Workforce:
             k, instruction = taken
             self._finish(k, self.runtime.carry_out(instruction, down(instruction.client)))
         return [self._answers[k] for k in range(len(instructions))]
+
+    def deliver(self, views: Iterable[Instruction], down: Down) -> None:
+        """Nothing to do: states and views are on this disk."""
 
     def _share(self, instructions: Sequence[Instruction], down: Down) -> dict[ClientId | None, Ref]:
         assert self._down_spool is not None

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from fedloom.core import ClientId, Payload
-from fedloom.engine.files import load_payload, save_payload
+from fedloom.engine.files import file_sha256, load_payload, save_payload
 
 Versions = Mapping[ClientId, str]
 
@@ -34,6 +34,17 @@ class ClientStore:
     def save(self, client: ClientId, version: str, state: Payload) -> None:
         """Write one version; it becomes durable with the next checkpoint."""
         save_payload(self.path(client, version), state)
+
+    def sha256(self, client: ClientId, version: str) -> str:
+        """Hash of the file that holds a state."""
+        return file_sha256(self.path(client, version))
+
+    def sound(self, client: ClientId, version: str, sha256: str) -> bool:
+        """Whether the file of a state is there and unchanged."""
+        try:
+            return self.sha256(client, version) == sha256
+        except OSError:
+            return False
 
     def prune(self, kept: Collection[Versions]) -> None:
         """Remove every version that none of the kept indexes names."""

@@ -16,7 +16,8 @@ import torch
 
 from fedloom.engine.runtime import Runtime
 from fedloom.engine.serial import receive, send
-from fedloom.engine.spool import Reader
+from fedloom.engine.spool import Reader, Spool
+from fedloom.engine.store import ClientStore
 
 
 def main(folder: Path, k: int) -> None:
@@ -29,7 +30,8 @@ def main(folder: Path, k: int) -> None:
     try:
         experiment = pickle.loads(recipe)()
         torch.set_num_threads(experiment.threads)
-        runtime = Runtime(experiment, folder / "clients", folder / ".spool" / f"{k}.bin")
+        spool = Spool(folder / ".spool" / f"{k}.bin")
+        runtime = Runtime(experiment, ClientStore(folder / "clients"), spool, folder / "log.txt")
     except Exception as error:
         send(outward, f"{type(error).__name__}: {error}")
         return
@@ -39,7 +41,7 @@ def main(folder: Path, k: int) -> None:
         exchange, instruction, ref = receive(inward)
         if exchange != generation:
             generation = exchange
-            runtime.spool.reset()
+            spool.reset()
         send(outward, runtime.carry_out(instruction, reader.open(ref)))
         reader.forget()
 

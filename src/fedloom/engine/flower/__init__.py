@@ -1,0 +1,1 @@
+"""The engine on Flower: the same loop and the same client runtime, with messages in between."""

@@ -1,0 +1,74 @@
+"""Messages to nodes and their replies, through a `Grid`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedloom.core import RunError
+
+NAPS = (0.02, 0.3)  # shortest and longest pause between two looks for replies, in seconds
+
+
+class Post:
+    """Sends to nodes and collects what they answer. Nothing waits for ever here; the caller decides how long.
+
+    sent, received: bytes of the arrays that went either way.
+    """
+
+    def __init__(self, grid: Grid):
+        self._grid = grid
+        self._nap = NAPS[0]
+
+    def online(self) -> set[int]:
+        """Nodes that the federation knows and believes to be alive."""
+        return {int(node) for node in self._call(self._grid.get_node_ids)}
+
+    def send(self, letters: Mapping[int, RecordDict], kind: str) -> dict[str, int]:
+        """Send each node its content; node by message. A node that could not be reached has none."""
+        sent: dict[str, int] = {}
+        for node, content in letters.items():  # one by one: several large ones may be too many bytes at once
+            for found in self._call(self._grid.push_messages, [Message(content, node, kind)]):
+                if found:
+                    sent[found] = node
+        self._nap = NAPS[0]
+        return sent
+
+    def collect(self, waiting: dict[str, int]) -> list[tuple[int, Message]]:
+        """Replies that have come, with their nodes; their messages are waited for no more."""
+        if not waiting:
+            return []
+        found: list[tuple[int, Message]] = []
+        for reply in self._call(self._grid.pull_messages, list(waiting)):
+            node = waiting.pop(reply.metadata.reply_to_message_id, None)
+            if node is not None:
+                found.append((node, reply))
+        return found
+
+    def nap(self, *, busy: bool) -> None:
+        """Pause between two looks, longer the longer nothing comes."""
+        if busy:
+            self._nap = NAPS[0]
+            return
+        time.sleep(self._nap)
+        self._nap = min(self._nap * 1.5, NAPS[1])
+
+    def _call(self, function: Any, *arguments: Any) -> Iterable[Any]:
+        try:
+            return list(function(*arguments))
+        except Exception as error:  # whatever the transport below raises when the other side is gone
+            raise RunError(
+                f"the SuperLink does not answer ({type(error).__name__}: {error}); start it again and resume the run"
+            ) from error
+
+
+def content_of(reply: Message) -> RecordDict | str:
+    """The content of a reply, or why there is none."""
+    if reply.has_error():
+        code, reason = reply.error.code, (reply.error.reason or "").strip()
+        return f"Flower's error {code}" + (f": {reason.splitlines()[-1]}" if reason else "")
+    return reply.content
