@@ -17,7 +17,7 @@ import yaml
 from torch import nn
 
 import fedloom
-from fedloom import api
+from fedloom import api, lifecycle
 from fedloom.core.errors import CheckpointError, ConfigError, DataError, Interrupted, RunError
 from fedloom.evaluate.summary import SUMMARY_KEYS
 
@@ -39,7 +39,7 @@ def blobs(count: int = 90) -> tuple[np.ndarray, np.ndarray]:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take a second; one test makes them."""
-    monkeypatch.setattr(api, "_pictures", lambda *args: None)
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
 
 
 def test_a_run_leaves_everything_that_the_design_names(tmp_path: Path) -> None:

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import secrets
-import shutil
-import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom import __version__
 from fedloom.build import Built, build
 from fedloom.config import Config, resolve, resolve_source
-from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, Interrupted, RunError, origin
+from fedloom.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fedloom.engine.experiment import Observer
-    from fedloom.engine.folder import RunFolder
     from fedloom.served import Served
-
-REPORT, PICTURE, PARTITION = "report.html", "accuracy.png", "partition.png"
 
 
 class Run:
@@ -146,55 +138,9 @@ def new_folder(name: str) -> Path:
 
 def start(built: Built, out: Path, observers: Sequence[Observer] = (), model: Any = None) -> Run:
     """Make the run folder and carry the run out."""
-    from fedloom.engine.files import write_json
-    from fedloom.engine.folder import RunFolder
-    from fedloom.engine.serial import recipe
-    from fedloom.environment import environment
+    from fedloom.lifecycle import begin
 
-    recipe(built.experiment, built.options.workers)
-    with _gone_unless_begun(out) as watch, RunFolder.create(out, built.config.as_dict(), environment(built)) as folder:
-        write_json(folder.path / "partition.json", built.experiment.plan.describe())
-        folder.log(f"fedloom {__version__}, configuration {built.hash}")
-        for note in built.experiment.plan.notes:
-            _note(folder, observers, note)
-        return Run(folder.path, _carry_out(built, folder, [*observers, watch]), model)
-
-
-@contextmanager
-def _gone_unless_begun(out: Path) -> Iterator[Observer]:
-    """Remove the folders that are new here when a run is refused before a client has worked.
-
-    Yields the observer that notices the first client.
-    """
-    from fedloom.engine.experiment import Observer
-
-    class Watch(Observer):
-        begun = False
-
-        def client_done(self, done: int, total: int) -> None:
-            self.begun = True
-
-    out = out.expanduser().absolute()
-    new = [path for path in (out, *out.parents) if not path.exists()]
-    watch = Watch()
-    try:
-        yield watch
-    except FedloomError as error:
-        if error.exit_code == ConfigError.exit_code and not watch.begun and new:
-            _keep_log(error, out / "log.txt")
-            shutil.rmtree(out, ignore_errors=True)
-            for path in new[1:]:
-                with suppress(OSError):  # another run has moved in
-                    path.rmdir()
-        raise
-
-
-def _keep_log(error: FedloomError, log: Path) -> None:
-    """Where the sentence points to the log of a folder that goes, keep the log elsewhere and point there."""
-    if str(log) in str(error) and log.is_file():
-        kept = Path(tempfile.mkdtemp(prefix="fedloom-")) / "log.txt"
-        shutil.copyfile(log, kept)
-        error.args = (str(error).replace(str(log), str(kept)),)
+    return Run(*begin(built, out, observers), model)
 
 
 def resume(
@@ -210,33 +156,20 @@ def resume(
     data, model: objects that the run was given from Python, where it was given any. Raises `CheckpointError` when
     the folder is no run folder or its configuration has changed.
     """
-    from fedloom.engine.folder import RunFolder
+    from fedloom.config import read_yaml
+    from fedloom.lifecycle import go_on
 
     path = _run_folder("path", path)
     if (path / "DONE").exists() and (path / "summary.json").exists():
         found = load_run(path, model=model)
         (path / "FAILED").unlink(missing_ok=True)  # of an earlier try
         return found
-    with RunFolder.open(path) as folder:
-        built = _rebuilt(folder, workers, data, model)
-        return Run(folder.path, _carry_out(built, folder, observers), model)
-
-
-def _rebuilt(folder: RunFolder, workers: int | None, data: Any, model: Any) -> Built:
-    from fedloom.config import read_yaml
-
     more = {} if workers is None else {"engine": {"workers": workers}}
-    built = build(resolve(read_yaml(folder.path / "config.yaml"), more), data=data, model=model)
-    try:
-        known = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))["config_hash"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder.path / 'env.json'} is missing or damaged; start a new run") from error
-    if known != built.hash:
-        raise CheckpointError(
-            f"the configuration of {folder.path} or its data or device have changed since the run began; "
-            "restore config.yaml, or start a new run with the changed one"
-        )
-    return built
+
+    def rebuilt(folder: Path) -> Built:
+        return build(resolve(read_yaml(folder / "config.yaml"), more), data=data, model=model)
+
+    return Run(*go_on(path, rebuilt, observers), model)
 
 
 def load_run(folder: str | Path, *, model: Any = None) -> Run:
@@ -256,103 +189,6 @@ def load_run(folder: str | Path, *, model: Any = None) -> Run:
             f"`fedloom resume {path}`"
         ) from error
     return Run(path, summary, model)
-
-
-def _carry_out(built: Built, folder: RunFolder, observers: Sequence[Observer]) -> dict[str, Any]:
-    """Train to the end and write what a finished run leaves; DONE or FAILED says how it ended."""
-    from fedloom.engine.start import carry_out
-    from fedloom.served import describe
-
-    folder.mark(None)
-    card = {"config": built.config.as_dict(), "model": describe(built)}
-    try:
-        measured = carry_out(built.experiment, built.options, folder, [*observers, _log(folder)], card)
-        summary = _finish(built, folder, measured)
-    except Interrupted as error:
-        raise Interrupted(f"{error}; continue with `fedloom resume {folder.path}`") from error
-    except FedloomError as error:
-        folder.log(traceback.format_exc())
-        if error.exit_code == RunError.exit_code:
-            folder.mark("FAILED", str(error))
-        raise
-    except Exception as error:
-        folder.log(traceback.format_exc())
-        folder.mark("FAILED", f"{type(error).__name__}: {error}")
-        raise RunError(
-            f"the run failed with {type(error).__name__}: {error} "
-            f"({origin(error)}; traceback in {folder.path / 'log.txt'})"
-        ) from error
-    _pictures(built, folder, observers)
-    folder.mark("DONE", f"final accuracy {summary['final_accuracy']}")
-    for observer in observers:
-        observer.finished(summary)
-    return summary
-
-
-def _log(folder: RunFolder) -> Observer:
-    """An observer that keeps one line per stage in log.txt; notes get there by themselves."""
-    from fedloom.engine.experiment import Observer
-
-    class Log(Observer):
-        def started(self, info: Mapping[str, Any]) -> None:
-            folder.log("training: " + ", ".join(f"{key} {value}" for key, value in info.items() if value is not None))
-
-        def stage_done(self, row: Mapping[str, Any]) -> None:
-            folder.log(f"stage {row['stage']} done: accuracy {row.get('accuracy')}")
-
-    return Log()
-
-
-def _finish(built: Built, folder: RunFolder, measured: Mapping[str, Any]) -> dict[str, Any]:
-    from fedloom.engine.files import write_json
-    from fedloom.evaluate.cost import peak_rss_bytes
-    from fedloom.evaluate.summary import make_summary
-    from fedloom.served import META, MODEL, describe
-
-    config = built.config
-    known = {
-        "method": config.method["name"],
-        "preset": config.method["preset"],
-        "dataset": built.source.name,
-        "scenario": scenario(config, built),
-        "engine": config.engine.name,
-        "seed": config.seed,
-        "peak_rss_bytes": peak_rss_bytes(),
-    }
-    summary = make_summary(**{**known, **measured})
-    write_json(folder.path / MODEL / META, describe(built))
-    write_json(folder.path / "summary.json", summary)
-    return summary
-
-
-def _pictures(built: Built, folder: RunFolder, observers: Sequence[Observer]) -> None:
-    """Pictures and the report; their failure is told and leaves the run as it is, for its numbers are on disk."""
-    from fedloom.report import read_run, save_accuracy, write_report
-
-    try:
-        built.experiment.plan.draw(folder.path / PARTITION)
-        save_accuracy(read_run(folder.path), folder.path / PICTURE)
-        write_report([folder.path], folder.path / REPORT)
-    except Exception as error:
-        folder.log(traceback.format_exc())
-        reason = f"{type(error).__name__}: {error}"
-        _note(folder, observers, f"pictures and report could not be made ({reason}); see log.txt")
-
-
-def _note(folder: RunFolder, observers: Sequence[Observer], text: str) -> None:
-    folder.log(text)
-    for observer in observers:
-        observer.note(text)
-
-
-def scenario(config: Config, built: Built) -> str:
-    """The stream and the partition in words."""
-    stream, part = config.stream, config.partition
-    tasks = len(built.experiment.plan.tasks)
-    first = stream.kind if stream.kind == "static" else f"{stream.kind}, {tasks} tasks"
-    named = {k: getattr(part, k) for k in ("alpha", "alpha_q", "qli_mode", "per_client") if hasattr(part, k)}
-    second = ", ".join([part.kind, *(f"{k} {v}" for k, v in named.items())])
-    return f"{first}; {second}"
 
 
 def checked_path(name: str, value: Any) -> Path:

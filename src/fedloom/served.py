@@ -1,4 +1,4 @@
-"""The model that a run left, ready to predict: the global view, without the data set it was trained on."""
+"""The model that a run left, ready to predict without the data set: the global view, or one client's own."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
     from fedloom.core import Context, Method, Payload
 
 MODEL = "model"
-WEIGHTS, META = "model.safetensors", "model.json"
+WEIGHTS, META, STATE = "model.safetensors", "model.json", "state.safetensors"
 
 
 @dataclass(frozen=True)
 class Served:
-    """A method bound to the final global view.
+    """A method bound to the final global view, or to that of one client.
 
-    meta: class_names, input_shape, mean, std, seen, tasks and what else `model/model.json` records.
+    state: the client's own, None for the initial one. meta: class_names, input_shape, mean, std, seen, tasks and what
+    else `model/model.json` records.
     """
 
     method: Method
     view: Payload
     context: Context
     meta: Mapping[str, Any]
+    state: Payload | None = None
 
     @property
     def class_names(self) -> list[str]:
@@ -43,7 +45,7 @@ class Served:
         import torch
 
         x = self.inputs(x)
-        state = self.method.init_client(self.context)
+        state = self.method.init_client(self.context) if self.state is None else self.state
         batches = (self.prepare(part) for part in x.split(batch_size))
         return torch.cat([self.method.predict(self.view, state, batch, self.context).cpu() for batch in batches])
 
@@ -135,7 +137,40 @@ def open_served(folder: Path, model: Any = None) -> Served:
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"device": str(device("auto"))})})
     made = method(config)
     context = _context(config, made, meta, model)
-    return Served(made, load_payload(folder / MODEL / WEIGHTS), context, meta)
+    state = load_payload(folder / MODEL / STATE) if (folder / MODEL / STATE).is_file() else None
+    return Served(made, load_payload(folder / MODEL / WEIGHTS), context, meta, state)
+
+
+def open_personal(folder: Path, client: int, model: Any = None) -> Served:
+    """Open what one client of a finished run predicts with: the view it is sent, with its own state.
+
+    Of a federation only what nodes of this machine hold below the run folder can be opened. Raises `CheckpointError`.
+    """
+    from fedloom.build import experiment_from_dict
+    from fedloom.config import read_yaml, resolve
+    from fedloom.engine.checkpoint import newest
+    from fedloom.engine.files import load_payload
+    from fedloom.engine.store import ClientStore
+
+    served = open_served(folder, model)
+    kept = sorted(folder.glob(f"nodes/*/*/personal/{client}"))
+    if kept:
+        return open_served(kept[-1], model)
+    config = resolve(read_yaml(folder / "config.yaml"), {"engine": {"device": "auto"}})
+    plan = experiment_from_dict(config.as_dict(), None, model).plan
+    if not 0 <= client < plan.num_clients:
+        raise ConfigError(f"--client is {client}, but the run has the clients 0 to {plan.num_clients - 1}")
+    server, progress = newest(folder)
+    stage = plan.stage(plan.num_stages - 1, client)
+    context = replace(served.context, client=client, num_clients=plan.num_clients, stage=stage)
+    version = progress.versions.get(client)
+    store = ClientStore(folder / "clients")
+    if version is not None and not store.path(client, version).is_file():
+        raise CheckpointError(
+            f"the state of client {client} lies on its node; predict there, with STATE-ROOT/<run>/personal/{client}"
+        )
+    state = None if version is None else load_payload(store.path(client, version))
+    return replace(served, view=served.method.send(server, client, context), context=context, state=state)
 
 
 def _meta(path: Path) -> dict[str, Any]:
@@ -171,7 +206,14 @@ def _context(config: Any, made: Method, meta: Mapping[str, Any], model: Any) -> 
     net = Net(lambda: made.module(spec), replace(forward(config), grad_checkpointing=False))
     seen, last = tuple(meta["seen"]), meta["stages"] - 1
     stage = Stage(last, meta["stages"], meta["rounds"], tuple(meta["current"]), seen)
-    return Context(net=net, stage=stage, num_classes=len(meta["class_names"]), seed=config.seed, exchange="evaluate")
+    return Context(
+        net=net,
+        stage=stage,
+        num_classes=len(meta["class_names"]),
+        seed=config.seed,
+        exchange="evaluate",
+        client=meta.get("client"),
+    )
 
 
 def describe(built: Built) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from fedloom import api
+from fedloom import api, lifecycle
 from fedloom.cli import app
 from fedloom.cli.application import layers
 from fedloom.core.errors import Interrupted
@@ -27,7 +27,7 @@ def call(*arguments: Any) -> Result:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take a second."""
-    monkeypatch.setattr(api, "_pictures", lambda *args: None)
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
 
 
 @pytest.fixture(scope="module")

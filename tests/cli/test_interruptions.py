@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from fedloom import api
+from fedloom import lifecycle
 from fedloom.cli import app
 from fedloom.cli.application import layers
 from fedloom.cli.inputs import read_inputs
@@ -39,12 +39,12 @@ def test_a_signal_before_the_run_folder(number: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_pictures_are_made(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_pictures", lambda *args: os.kill(os.getpid(), number))
+        patch.setattr(lifecycle, "_pictures", lambda *args: os.kill(os.getpid(), number))
         result = call("run", *FAST, "--out", tmp_path / "a")
     assert result.exit_code == 130
     assert result.stderr.endswith(f"continue with `fedloom resume {tmp_path / 'a'}`\n")
     assert not (tmp_path / "a" / "DONE").exists()
-    monkeypatch.setattr(api, "_pictures", lambda *args: None)
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
     assert call("resume", tmp_path / "a", "-q").exit_code == 0
     assert (tmp_path / "a" / "DONE").exists()
 
@@ -64,7 +64,7 @@ def test_a_result_that_cannot_be_printed_is_no_failure(tmp_path: Path, monkeypat
     def lost(*args: Any) -> None:
         raise OutputLost("standard output cannot be written (full)")
 
-    monkeypatch.setattr(api, "_pictures", lambda *args: None)
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
     monkeypatch.setattr("fedloom.cli.train._print", lost)
     result = call("run", *FAST, "--out", tmp_path / "a")
     assert result.exit_code == 0 and "the run is done" in result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.config import read_yaml
 from fedloom.core import CheckpointError, ConfigError, RunError
 from fedloom.core.payload import digest
 from fedloom.engine import checkpoint, files
@@ -210,3 +211,10 @@ def test_client_states_are_versions(tmp_path: Path):
     store.clear()
     store.prune([])
     assert not (tmp_path / "clients").exists()
+
+
+@pytest.mark.parametrize("text", ["1e5", "yes", "null", "~", "0x1f", "1_000", "2026-11-30", "a: b", "- c", " d ", ""])
+def test_a_text_comes_back_from_the_run_folder_as_a_text(tmp_path: Path, text: str):
+    config = {"model": {"name": text, "options": {"x": [text, None, 1, 0.5, True]}}}
+    with RunFolder.create(tmp_path / "run", config, {}):
+        assert read_yaml(tmp_path / "run" / "config.yaml") == config

@@ -1,8 +1,8 @@
 """A method with client state and two exchanges.
 
 Every client counts its own visits and remembers the model that it last left (its state); it starts each round
-halfway between that memory and the download. A second exchange, "census", asks all clients for their label
-counts before each stage's training. Source: none, it is a test case.
+halfway between that memory and the download, and predicts from there. A second exchange, "census", asks all
+clients for their label counts before each stage's training. Source: none, it is a test case.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fedloom.core import Batches, Context, Method, Payload, Reply, Stage, Update, tree
+from fedloom.core.batches import Inputs
 from fedloom.core.method import Exchange, Trip
 from fedloom.core.payload import ClassRows
 from fedloom.local import LocalSGD
@@ -45,14 +47,20 @@ class Tally(Method):
         return {"params": server["params"], "buffers": server["buffers"]}
 
     def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
-        start = down["params"]
-        if state["memory"]:
-            start = tree.combine(lambda a, b: (a + b) / 2, start, state["memory"])
+        start = self._between(down, state)
         end = self.local({"params": start, "buffers": down["buffers"]}, data, ctx)
         visits = {"count": state["visits"]["count"] + 1}
         up = {"params": end.params, "buffers": end.buffers}
         metrics = {**end.metrics, "visits": float(visits["count"])}
         return Update({"visits": visits, "memory": end.params}, up, metrics=metrics)
+
+    def _between(self, down: Payload, state: Payload) -> Mapping[str, Tensor]:
+        if not state["memory"]:
+            return down["params"]
+        return tree.combine(lambda a, b: (a + b) / 2, down["params"], state["memory"])
+
+    def predict(self, down: Payload, state: Payload, x: Inputs, ctx: Context) -> Tensor:
+        return super().predict({**down, "params": self._between(down, state)}, state, x, ctx)
 
     def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         return {**server, **{f: replies_mean(replies, f, server[f]) for f in ("params", "buffers")}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedloom.cli.application import app
+from fedloom.cli.deploy import deploy
 from fedloom.cli.doctor import doctor
 from fedloom.cli.inspect import show_data
 from fedloom.cli.listing import list_known
@@ -17,6 +18,7 @@ app.command("show-data", cls=Settable)(show_data)
 app.command("predict", cls=Command)(predict)
 app.command("report", cls=Command)(report)
 app.command("export", cls=Command)(export)
+app.add_typer(deploy, name="deploy", help="Take a recipe to a Flower federation: app folder, certificates, demo.")
 app.command("doctor", cls=Command)(doctor)
 
 __all__ = ["app"]

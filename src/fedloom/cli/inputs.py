@@ -46,10 +46,10 @@ def _exists(path: Path) -> bool:
 
 def _array(path: Path) -> np.ndarray:
     try:
-        found = np.load(path, allow_pickle=False)
-        if isinstance(found, np.ndarray):
-            return found
-        with found:
+        with open(path, "rb") as file:  # NumPy leaves a file open that it cannot read
+            found = np.load(file, allow_pickle=False)
+            if isinstance(found, np.ndarray):
+                return found
             if not found.files:
                 raise DataError(f"--input '{path}' holds no array")
             return np.asarray(found["x" if "x" in found.files else found.files[0]])

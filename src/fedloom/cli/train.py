@@ -60,7 +60,7 @@ def run(
         return
     folder = api.checked_path("--out", out) if out is not None else api.new_folder(name)
     with _resumable(folder):
-        _report(_watched(lambda observers: api.start(built, folder, observers), quiet or as_json, verbose), as_json)
+        show(watched(lambda observers: api.start(built, folder, observers), quiet or as_json, verbose), as_json)
 
 
 @guarded
@@ -78,10 +78,10 @@ def resume(
     if (folder / "DONE").exists():
         say(f"{folder} is done; nothing to resume", err=True)
     with _resumable(folder):
-        watch = _watched(
+        finished = watched(
             lambda observers: api.resume(folder, workers=workers, observers=observers), quiet or as_json, verbose
         )
-        _report(watch, as_json)
+        show(finished, as_json)
 
 
 @contextmanager
@@ -99,7 +99,8 @@ def _resumable(folder: Path) -> Iterator[None]:
         raise Interrupted(f"interrupted; continue with `fedloom resume {folder}`") from None
 
 
-def _watched(work: Any, quiet: bool, verbose: bool) -> Any:
+def watched(work: Any, quiet: bool, verbose: bool) -> Any:
+    """Do work that takes observers, with one that shows progress on stderr."""
     from fedloom.progress import Live, observer
 
     watching = observer(quiet, verbose)
@@ -110,7 +111,7 @@ def _watched(work: Any, quiet: bool, verbose: bool) -> Any:
             watching.close()
 
 
-def _report(finished: Any, as_json: bool) -> None:
+def show(finished: Any, as_json: bool) -> None:
     """Table, picture and report; with `as_json` the summary, the folder and the report."""
     try:
         _print(finished, as_json)
@@ -119,7 +120,7 @@ def _report(finished: Any, as_json: bool) -> None:
 
 
 def _print(finished: Any, as_json: bool) -> None:
-    from fedloom.api import PICTURE, REPORT
+    from fedloom.lifecycle import PICTURE, REPORT
 
     if as_json:
         folder = finished.folder.absolute()

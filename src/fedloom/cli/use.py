@@ -28,18 +28,21 @@ def predict(
         Path, typer.Option("--input", "-i", metavar="PATH", help=".npy, .npz, .csv, an image or a folder of images.")
     ],
     top: Annotated[int, typer.Option("--top", min=1, help="Classes to print per input.")] = 3,
+    client: Annotated[
+        int | None, typer.Option("--client", metavar="K", help="Predict as this client does, not globally.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Classify inputs with the global model; without task or domain.
+    """Classify inputs with the global model, or with that of one client; without task or domain.
 
     Arrays hold inputs as the data set does: for a model trained on 8-bit images values from 0 to 255 (not 0 to 1),
     for any other model numbers on the scale of its training data. Images are brought to the model's size.
     """
     from fedloom.cli.inputs import read_inputs
-    from fedloom.served import open_served
+    from fedloom.served import open_personal, open_served
     from fedloom.served import top as best
 
-    served = open_served(folder)
+    served = open_served(folder) if client is None else open_personal(folder, client)
     labels, x = read_inputs(source, served.meta, lambda text: say(f"note: {text}", err=True))
     rows = [best(scores, served.class_names, top) for scores in served.scores(x).tolist()]
     if as_json:

@@ -14,9 +14,9 @@ NEUTRAL = (("engine", "name"), ("engine", "runtime"), ("engine", "workers"), ("e
 def config_hash(tree: Mapping[str, Any], fingerprint: str, device: str, memory_format: str) -> str:
     """SHA-256 of the resolved tree in canonical JSON, without what cannot change a result.
 
-    Left out: engine.name, engine.runtime, engine.workers, engine.join, data.root (the data's content `fingerprint` stands
-    for it, and for the path in `folder:` and `parquet:` names) and the tracker; output folder and logging are no
-    part of the tree. device: kind of the device that was found. memory_format: what the run really uses.
+    Left out: engine.name, runtime, workers and join, data.root (the data's content `fingerprint` stands for it,
+    and for the path in `folder:` and `parquet:` names) and the tracker; output folder and logging are no part of
+    the tree. device: kind of the device that was found. memory_format: what the run really uses.
     """
     kept: dict[str, Any] = copy.deepcopy(dict(tree))
     for section, key in NEUTRAL:

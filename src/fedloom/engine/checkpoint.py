@@ -175,6 +175,18 @@ class Checkpoints:
         self.states.prune(kept)
 
 
+def newest(run: Path) -> tuple[Payload, Progress]:
+    """Server state and progress of a finished run's last checkpoint; `CheckpointError` when there is none to read."""
+    found = sorted(path for path in (run / "checkpoints").glob("stage*") if path.is_dir())
+    if not found:
+        raise CheckpointError(f"'{run}' holds no checkpoint; run it with checkpoint.every of 1 or more")
+    try:
+        progress = Progress.of(json.loads((found[-1] / "meta.json").read_text())["progress"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {found[-1]} is damaged ({type(error).__name__}: {error})") from error
+    return load_payload(found[-1] / "server.safetensors"), progress
+
+
 def _digest(meta: Mapping[str, Any]) -> str:
     """SHA-256 of a record as JSON reads it back."""
     return hashlib.sha256(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode()).hexdigest()

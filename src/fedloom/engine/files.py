@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import Tensor
 
 from fedloom.core import CheckpointError, Payload, RunError
@@ -49,6 +50,23 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Write JSON atomically."""
     write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode(), sync=sync)
+
+
+class _Quoting(yaml.SafeDumper):
+    """YAML with every text value in quotes: a reader that knows `1e5` as a number must not find one in a text."""
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
+    return dumper.represent_scalar(plain, text, style=None if text.isidentifier() else '"')
+
+
+_Quoting.add_representer(str, _quoted)
+
+
+def yaml_text(value: Any, **style: Any) -> str:
+    """A value as YAML that is read back as the same value."""
+    return yaml.dump(value, Dumper=_Quoting, sort_keys=False, allow_unicode=True, **style)
 
 
 def sync_folder(path: Path) -> None:

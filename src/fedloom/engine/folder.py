@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from fedloom.core import CheckpointError, ConfigError
-from fedloom.engine.files import disk_errors, write_bytes, write_json
+from fedloom.engine.files import disk_errors, write_bytes, write_json, yaml_text
 
 
 class RunFolder:
@@ -47,7 +45,7 @@ class RunFolder:
         for left in path.glob(".*.tmp"):
             left.unlink()
         write_json(path / "env.json", env)
-        write_bytes(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True).encode())
+        write_bytes(path / "config.yaml", yaml_text(dict(config)).encode())
         return folder
 
     @classmethod

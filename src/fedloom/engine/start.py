@@ -35,7 +35,8 @@ def carry_out(
         return simulation.run(experiment, options, folder, observers, card)
     if options.runtime == "deployment":
         raise ConfigError(
-            "engine.runtime deployment is started through Flower: write the app with `fedloom deploy`, then `flwr run`"
+            "engine.runtime deployment is started through Flower: write the app with `fedloom deploy`, then `flwr run` "
+            "it; set run.out and run.resume=true to continue a run"
         )
     from fedloom.engine.flower import inprocess
 

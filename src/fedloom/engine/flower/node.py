@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from flwr.app import MetricRecord, RecordDict
 
 from fedloom.core import CheckpointError, ClientId, FedloomError, Payload, PayloadError
 from fedloom.core.payload import is_finite, items
 from fedloom.engine.experiment import Experiment
-from fedloom.engine.files import save_payload, write_bytes, write_json
+from fedloom.engine.files import save_payload, write_bytes, write_json, yaml_text
 from fedloom.engine.flower.rows import Rows
 from fedloom.engine.flower.telling import WEIGHT, counts_payload, told
 from fedloom.engine.flower.wire import Cut, Packer, header, message, owned, unpack
@@ -127,10 +126,10 @@ class Node:
             state = self.store.load(todo.client, todo.state) if not isinstance(todo, Work) else None
             if state is not None:
                 save_payload(folder / "state.safetensors", state)
-            write_json(folder / "model.json", {**asked["card"]["model"], "client": todo.client})
-            write_bytes(
-                folder.parent / "config.yaml", yaml.safe_dump(asked["card"]["config"], sort_keys=False).encode()
-            )
+            stage = self.experiment.plan.stage(todo.stage, todo.client)
+            own = {"client": todo.client, "seen": list(stage.seen), "current": list(stage.classes)}
+            write_json(folder / "model.json", {**asked["card"]["model"], **own})
+            write_bytes(folder.parent / "config.yaml", yaml_text(asked["card"]["config"]).encode())
         return message({"run": asked["run"], "number": asked["number"]}, {})
 
     def _ping(self, asked: Mapping[str, Any], content: RecordDict) -> RecordDict:

@@ -1,0 +1,150 @@
+"""`fedloom deploy local-demo`: a recipe on a whole federation on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.core.errors import ConfigError, Interrupted, RunError
+
+if TYPE_CHECKING:
+    from fedloom.build import Built
+    from fedloom.engine.experiment import Observer
+    from fedloom.engine.flower.federation import Federation, NodeSpec
+
+NAP = 0.1  # seconds between two looks at the run's progress
+LOOK = 3.0  # seconds between two questions whether the run is still alive
+PATIENCE = 120.0  # seconds that a run which was told to stop has for its checkpoint
+
+
+def run_demo(
+    recipe: str,
+    layer: Mapping[str, Any],
+    *,
+    nodes: int = 2,
+    out: str | None = None,
+    resume: bool = False,
+    observers: Sequence[Observer] = (),
+) -> Path:
+    """Run a recipe on one SuperLink and some SuperNodes, with TLS and node authentication; the run's folder.
+
+    layer: overrides of the configuration; `data.root` is given to every node. Everything that was started is ended
+    before this returns or raises. Raises what the run raised: `ConfigError`, `RunError`, `Interrupted`, ...
+    """
+    from fedloom.api import checked_path, new_folder
+    from fedloom.build import build
+    from fedloom.config import resolve, resolve_source
+    from fedloom.deploy.folder import app_name, deployed, write_app
+    from fedloom.engine.flower.compat import require
+
+    require()
+    name, base = resolve_source(recipe)
+    config = resolve(base, layer)
+    built = build(resolve(config.as_dict(), {"engine": {"name": "flower", "runtime": "deployment", "workers": 1}}))
+    deployed(config)
+    if resume and out is None:
+        raise ConfigError("--resume continues the run in --out; name its folder")
+    folder = (checked_path("--out", out) if out is not None else new_folder(name)).expanduser().absolute()
+    home = Path(tempfile.mkdtemp(prefix="fedloom-"))
+    try:
+        app = write_app(config, home / "app", name=app_name(name))
+        settings = {"run.out": str(folder), "run.resume": resume, "run.events": str(home / "events.jsonl")}
+        if config.data.root is not None:
+            settings["data.root"] = str(Path(config.data.root).expanduser().absolute())
+        return _supervise(home, built, nodes, folder, app, settings, observers)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _supervise(
+    home: Path,
+    built: Built,
+    nodes: int,
+    folder: Path,
+    app: Path,
+    settings: Mapping[str, Any],
+    observers: Sequence[Observer],
+) -> Path:
+    from fedloom.deploy.certs import make_certificates
+    from fedloom.deploy.events import Follower
+    from fedloom.engine.flower.federation import Federation
+
+    certificates = make_certificates(home / "certs", nodes=nodes, days=30)
+    specs = _specs(built.config.partition.clients, certificates.node_keys, folder, settings.get("data.root"))
+
+    def note(text: str) -> None:
+        for observer in observers:
+            observer.note(text)
+
+    ca, certificate, key = certificates.ca, certificates.certificate, certificates.key
+    follower = Follower(Path(settings["run.events"]), observers)
+    try:
+        with Federation(home, ca=ca, certificate=certificate, key=key, nodes=specs, note=note) as federation:
+            _follow(federation, federation.submit(app, settings), follower, Path(settings["run.events"]))
+    except BaseException:
+        _keep_logs(home, folder)
+        raise
+    finally:
+        follower.close()
+    if follower.error is not None:
+        _keep_logs(home, folder)
+        raise follower.error
+    return folder
+
+
+def _specs(total: int, keys: Sequence[Path], folder: Path, root: str | None) -> list[NodeSpec]:
+    from fedloom.engine.flower.federation import NodeSpec
+    from fedloom.engine.flower.hosting import spread
+
+    specs = []
+    for k, (clients, key) in enumerate(zip(spread(total, len(keys)), keys, strict=True)):
+        config = {"clients": clients, "state-root": str(folder / "nodes" / str(k)), "name": f"node {k}"}
+        specs.append(NodeSpec(f"node-{k}", key, config | ({"data-root": root} if root is not None else {})))
+    return specs
+
+
+def _follow(federation: Federation, run: int, follower: Any, events: Path) -> None:
+    """Pass on the run's progress until it has ended; Ctrl-C asks it to stop, a second one does not wait."""
+    looked, asked = time.monotonic(), None
+    while True:
+        try:
+            came = follower.look()
+            if follower.ended:
+                return
+            if asked is not None and time.monotonic() - asked > PATIENCE:
+                raise Interrupted("stopped by the user; the run did not end in time")
+            if time.monotonic() - looked > LOOK:
+                looked = time.monotonic()
+                _check_alive(federation, run, follower)
+            if not came:
+                time.sleep(NAP)
+        except KeyboardInterrupt:
+            if asked is not None:
+                raise
+            asked = time.monotonic()
+            events.with_name(f"{events.name}.stop").touch()
+
+
+def _check_alive(federation: Federation, run: int, follower: Any) -> None:
+    status = federation.status(run)
+    if not status.startswith("finished"):
+        return
+    follower.look()
+    if not follower.ended:
+        lines = federation.log(run).strip().splitlines()
+        cause = f": {lines[-1]}" if lines else ""
+        raise RunError(f"the run ended as {status} and left no word{cause}; see the logs of the federation")
+
+
+def _keep_logs(home: Path, folder: Path) -> None:
+    """What Flower's processes wrote, beside the run that did not end well."""
+    if folder.is_dir():
+        with suppress(OSError):
+            (folder / "logs").mkdir(exist_ok=True)
+            for log in home.glob("*.log"):
+                shutil.copyfile(log, folder / "logs" / log.name)
