@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedloom import api
+from fedloom import api, lifecycle
 from fedloom.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def shell(folder: Path, *arguments: str) -> dict[str, Any]:
 def test_the_guides_fedprox_is_the_built_in_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = shell(folder, "--method", "my_fedprox:fedprox", "--out", "runs/mine", "--workers", "1")
     two = shell(folder, "--method", "my_fedprox:fedprox", "--out", "runs/two", "--workers", "2")
-    monkeypatch.setattr(api, "_pictures", lambda *args: None)
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
     pairs = [part for pair in ("method.mu=0.1", *TINY) for part in ("--set", pair)]
     done = CliRunner().invoke(app, ["run", "--method", "fedprox", *pairs, "--out", str(folder / "theirs"), "--json"])
     theirs = json.loads(done.stdout)

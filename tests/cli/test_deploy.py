@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+import fedloom
+from fedloom import lifecycle
 from fedloom.cli import app
+from test_api import DIGITS
 
 
 def call(*arguments: Any) -> Result:
@@ -127,15 +128,21 @@ def test_certificates_are_made_and_named(tmp_path: Path) -> None:
     assert all(Path(path).is_file() and Path(path).parent == tmp_path / "b" for path in paths)
 
 
-def test_the_demo_gets_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_gets_what_was_asked_for_and_its_run_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    done = fedloom.run(DIGITS, out=tmp_path / "run")
     seen: list[Any] = []
-    demo = ModuleType("fedloom.deploy.demo")
-    demo.run_demo = lambda *args, **kwargs: seen.append((args, kwargs))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fedloom.deploy.demo", demo)
-    assert call("deploy", "local-demo").exit_code == 0
+
+    def run_demo(*args: Any, observers: Any, **kwargs: Any) -> Path:
+        seen.append((args, kwargs))
+        return done.folder
+
+    monkeypatch.setattr("fedloom.deploy.demo.run_demo", run_demo)
+    assert "Final accuracy" in call("deploy", "local-demo").stdout
     given = ["-m", "fedavg", "--seed", 3, "--nodes", 4, "--out", "x", "--resume", "--json", "--data-root", "/d"]
-    assert call("deploy", "local-demo", "small", *given, "--set", "training.rounds=1").exit_code == 0
-    plain = {"nodes": 2, "out": None, "resume": False, "as_json": False, "quiet": False, "verbose": False}
+    shown = json.loads(call("deploy", "local-demo", "small", *given, "--set", "training.rounds=1").stdout)
+    assert shown["state_sha256"] == done.summary["state_sha256"] and shown["folder"] == str(done.folder)
+    plain = {"nodes": 2, "out": None, "resume": False}
     assert seen[0] == (("quickstart", {}), plain)
     layer = {"method": {"name": "fedavg"}, "seed": 3, "data": {"root": "/d"}, "training": {"rounds": 1}}
-    assert seen[1] == (("small", layer), {**plain, "nodes": 4, "out": "x", "resume": True, "as_json": True})
+    assert seen[1] == (("small", layer), {**plain, "nodes": 4, "out": "x", "resume": True})

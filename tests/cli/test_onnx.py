@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom import api
+from fedloom import api, lifecycle
 from fedloom.core.errors import ConfigError
 
 pytest.importorskip("onnxscript", reason="the extra 'onnx' is not installed")
@@ -17,7 +17,7 @@ pytest.importorskip("onnxscript", reason="the extra 'onnx' is not installed")
 def test_the_exported_graph_agrees_with_torch(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedloom.onnx_export import export_onnx
 
-    monkeypatch.setattr(api, "_pictures", lambda *args: None)
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
     layer = {"method": method, "model": {"name": "linear"}, "partition": {"kind": "iid", "clients": 2}}
     done = api.run({**layer, "training": {"rounds": 1}, "stream": {"tasks": 2}}, out=tmp_path / "run")
     path, checked = export_onnx(done.folder, tmp_path / "m.onnx")

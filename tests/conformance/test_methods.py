@@ -9,6 +9,7 @@ import inspect
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ import fedloom.methods
 from conformance.watched import Watched
 from fedloom.core import ConfigError, Method
 from fedloom.core.payload import digest
+from fedloom.engine.experiment import Experiment, Options
 from fedloom.engine.files import load_payload
+from fedloom.engine.folder import RunFolder
 from fedloom.local import SGD, AdamW, LocalSGD
 from fedloom.local.terms import CrossEntropy, Proximal
 from toys.federation import experiment, method_of
@@ -95,6 +98,54 @@ def test_resumes_from_any_round(name: str, tmp_path: Path):
     assert cut["state_sha256"] == whole["state_sha256"]
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     assert rows(tmp_path / "cut", "stage") == rows(tmp_path / "whole", "stage")
+
+
+@pytest.fixture(scope="module")
+def over_grid():
+    """Starts, or goes on with, a run over the in-process grid: `(folder, experiment, **options)`.
+
+    Of the module: Flower draws a global random number when it is imported, which is not to be blamed on a test.
+    """
+    pytest.importorskip("flwr")
+    from fedloom.engine.flower import inprocess
+
+    def carry_out(path: Path, experiment: Experiment, *, go_on: bool = False, **options: Any) -> dict[str, Any]:
+        folder = RunFolder.open(path) if go_on else RunFolder.create(path, {"toy": True}, {})
+        with folder:
+            return inprocess.run(experiment, Options(**options), folder, [], {"config": {}, "model": {}})
+
+    return carry_out
+
+
+SAME = ("state_sha256", "params_sha256", "accuracy_matrix", "bytes_up", "bytes_down", "per_client_accuracy_worst10")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_same_bits_over_a_grid(name: str, tmp_path: Path, over_grid):
+    for plan in ({}, {"num_clients": 7, "cohort": 1.0, "per_class": 60}):
+        one, two = tmp_path / f"serial {len(plan)}", tmp_path / f"grid {len(plan)}"
+        first = start(one, experiment(name, **plan), evaluate_every=1)
+        second = over_grid(two, experiment(name, **plan), evaluate_every=1)
+        assert [second[key] for key in SAME] == [first[key] for key in SAME]
+        assert second["failed_clients"] == second["rejected_updates"] == 0
+        assert rows(two) == rows(one) and rows(two, "stage") == rows(one, "stage")
+        last = "checkpoints/stage0003-trip00000/server.safetensors"
+        assert digest(load_payload(one / last)) == digest(load_payload(two / last)) == second["state_sha256"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_resumes_over_a_grid_from_any_checkpoint(name: str, tmp_path: Path, over_grid):
+    whole = over_grid(tmp_path / "whole", experiment(name), checkpoint_keep=100)
+    points = sorted((tmp_path / "whole" / "checkpoints").iterdir())
+    assert len(points) >= 6
+    for k, point in enumerate(points):
+        cut = shutil.copytree(tmp_path / "whole", tmp_path / str(k))
+        for later in points[k + 1 :]:
+            shutil.rmtree(cut / "checkpoints" / later.name)
+        again = over_grid(cut, experiment(name), go_on=True, checkpoint_keep=100)
+        assert [again[key] for key in SAME] == [whole[key] for key in SAME], point.name
+        assert again["failed_clients"] == 0
+        assert rows(cut) == rows(tmp_path / "whole") and rows(cut, "stage") == rows(tmp_path / "whole", "stage")
 
 
 @pytest.mark.parametrize("name", EVERY)

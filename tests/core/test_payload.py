@@ -45,6 +45,12 @@ def test_raw_bytes_and_digest_for_every_dtype_and_rank(dtype: torch.dtype, shape
     assert first != digest({"f": {"m": tensor}}) != digest({"g": {"n": tensor}})
 
 
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_raw_bytes_of_every_second_entry(size: int):
+    tensor = torch.arange(2 * size, dtype=torch.int16)
+    assert raw_bytes(tensor[::2]).tolist() == [b for k in range(size) for b in (2 * k, 0)]
+
+
 def test_digest_tells_dtype_shape_and_values_apart_but_not_order():
     one = torch.ones(4)
     different = [one, one.view(torch.int32), one.reshape(2, 2), torch.tensor([1.0, 1, 1, -1]), -torch.zeros(4)]
@@ -87,6 +93,13 @@ def test_is_finite(dtype: torch.dtype):
     assert not is_finite(torch.tensor([float("inf"), -float("inf")], dtype=dtype))
     with pytest.raises(PayloadError, match="'p/w' holds NaN or infinite values"):
         check_finite({"p": {"a": torch.ones(1), "w": torch.tensor(float("nan"))}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex32])
+def test_is_finite_for_types_that_torch_cannot_sum(dtype: torch.dtype):
+    plain = torch.float16 if dtype.is_complex else dtype
+    good, bad = (torch.tensor([1.0, last, 1.0, 1.0]).to(plain).view(dtype) for last in (2.0, float("nan")))
+    assert is_finite(good) and is_finite(good[:0]) and not is_finite(bad)
 
 
 def test_structure_is_checked_in_words():

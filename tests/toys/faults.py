@@ -66,6 +66,9 @@ AFTER: Mapping[str, Any] = {
     "shape": lambda u: _changed(u, **{"head.bias": torch.zeros(1)}),
     "dtype": lambda u: _changed(u, **{"head.bias": u.up["params"]["head.bias"].double()}),
     "extra": lambda u: _changed(u, surprise=torch.zeros(1)),
+    "missing": lambda u: u._replace(
+        up={**u.up, "params": {n: t for n, t in u.up["params"].items() if n != "head.bias"}}
+    ),
     "not_tensor": lambda u: _changed(u, **{"head.bias": [1.0]}),
     "negative": lambda u: u._replace(weight=-1.0),
     "nan_weight": lambda u: u._replace(weight=float("nan")),

@@ -48,7 +48,10 @@ def items(payload: Payload) -> Iterator[tuple[str, str, Tensor]]:
 
 def raw_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous CPU copy of the tensor as uint8, any dtype and rank."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # up to one entry, torch calls any stride contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def digest(payload: Payload) -> str:
@@ -100,6 +103,10 @@ def is_finite(tensor: Tensor) -> bool:
     """True when no entry is NaN or infinite. One pass over memory unless the plain sum overflows."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.float()  # torch has no sum of these
+    if tensor.is_complex() and tensor.element_size() == 4:
+        tensor = torch.view_as_real(tensor)
     if tensor.numel() == 0 or math.isfinite(abs(complex(tensor.sum().item()))):
         return True
     return bool(torch.isfinite(tensor).all())

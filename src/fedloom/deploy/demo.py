@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 NAP = 0.1  # seconds between two looks at the run's progress
 LOOK = 3.0  # seconds between two questions whether the run is still alive
 PATIENCE = 120.0  # seconds that a run which was told to stop has for its checkpoint
+PRELOAD = (  # what every app imports, once for all of them
+    "torch",
+    "fedloom.deploy.apps",
+    "fedloom.data",
+    "fedloom.models",
+    "fedloom.local",
+    "fedloom.engine.flower.client",
+    "fedloom.engine.flower.server",
+    "fedloom.engine.loop",
+)
 
 
 def run_demo(
@@ -84,13 +94,15 @@ def _supervise(
     ca, certificate, key = certificates.ca, certificates.certificate, certificates.key
     follower = Follower(Path(settings["run.events"]), observers)
     try:
-        with Federation(home, ca=ca, certificate=certificate, key=key, nodes=specs, note=note) as federation:
+        with Federation(
+            home, ca=ca, certificate=certificate, key=key, nodes=specs, note=note, preload=PRELOAD
+        ) as federation:
             _follow(federation, federation.submit(app, settings), follower, Path(settings["run.events"]))
     except BaseException:
         _keep_logs(home, folder)
         raise
-    finally:
-        follower.close()
+    if isinstance(follower.error, Interrupted):
+        raise Interrupted(f"stopped by the user; continue with the same command, --out {folder} and --resume")
     if follower.error is not None:
         _keep_logs(home, folder)
         raise follower.error

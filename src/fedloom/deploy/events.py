@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, Interrupted, RunError
 from fedloom.engine.experiment import Observer
@@ -57,22 +56,20 @@ class Follower:
     """Reads such a file while it grows and tells observers."""
 
     def __init__(self, path: Path, observers: Sequence[Observer]):
-        self._path, self._observers = path, observers
-        self._file: IO[str] | None = None
-        self._half = ""
+        self._path, self._observers, self._read = path, observers, 0
         self.ended = False
         self.folder: Path | None = None
         self.error: FedloomError | None = None
 
     def look(self) -> bool:
-        """Pass on what is new; whether there was anything."""
-        if self._file is None:
-            with suppress(FileNotFoundError):
-                self._file = open(self._path, encoding="utf-8")  # noqa: SIM115 - closed by `close`
-            if self._file is None:
-                return False
-        text = self._half + self._file.read()
-        *lines, self._half = text.split("\n")
+        """Pass on what is new; whether there was anything. A line counts when it is whole."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._read)
+                *lines, rest = file.read().split(b"\n")
+                self._read = file.tell() - len(rest)
+        except FileNotFoundError:
+            return False
         for line in lines:
             event, *arguments = json.loads(line)
             if event == "ended":
@@ -80,11 +77,6 @@ class Follower:
             else:
                 self._tell(event, arguments)
         return bool(lines)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
 
     def _tell(self, event: str, arguments: Sequence[Any]) -> None:
         for observer in self._observers:

@@ -107,6 +107,7 @@ class Checkpoints:
                 continue
             for useless in damaged:  # else they would count among those that are kept
                 shutil.rmtree(useless, ignore_errors=True)
+            self.states.prune([_versions(sound) for sound in self._all()])
             return loaded
         if found:
             raise CheckpointError(

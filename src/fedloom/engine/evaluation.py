@@ -28,11 +28,13 @@ def evaluate_stage(
     personal: bool,
     final: bool,
     stop: Callable[[], bool],
+    lose: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluate after a stage (`final`) or inside one; a row of scope "stage".
 
     Accuracy is over the test examples of every class seen so far, without task id. With `final` the row of the
     accuracy matrix is kept in `progress`. Clients are those that have taken part.
+    lose: told of a client whose view cannot be had, which is then left out; without it, that ends the run.
     """
     plan, context = experiment.plan, force.runtime.context
     seen = plan.stage(stage).seen
@@ -53,7 +55,7 @@ def evaluate_stage(
         "seen_classes": len(seen),
     }
     if personal:
-        row |= _clients(experiment, force, stage, tasks, progress, down, counts, stop)
+        row |= _clients(experiment, force, stage, tasks, progress, down, counts, stop, lose)
     if final:
         progress.matrix.append(accuracies)
         progress.test_counts = [len(plan.test(j)) for j in range(len(plan.tasks))]
@@ -70,8 +72,9 @@ def _measure(
     progress: Progress,
     down: Callable[[ClientId | None], Payload],
     stop: Callable[[], bool],
+    lose: Callable[[str], None] | None = None,
 ) -> dict[ClientId | None, Counts]:
-    """Counts per client (None: the global view) over the tasks."""
+    """Counts per client (None: the global view) over the tasks; without clients that were lost."""
     probes = []
     for client in clients:
         state = None if client is None else progress.versions.get(client)
@@ -81,17 +84,23 @@ def _measure(
                 probes.append(Probe(client, stage, task, start, start + size, state, size))
     answers = force.carry_out(probes, down, stop=stop)
     found: dict[ClientId | None, list[Counts]] = {client: [] for client in clients}
+    lost: set[ClientId | None] = set()
     for answer in answers:
         if isinstance(answer, Failed):
             view = "the global view" if answer.client is None else f"the view of client {answer.client}"
             cause = f"evaluation of {view} at stage {stage} failed: {answer.reason}"
-            error = RunError(answer.reason if answer.fatal else cause)
-            error.add_note(answer.trace)
-            raise error
+            if not answer.lost or lose is None:
+                error = RunError(answer.reason if answer.fatal else cause)
+                error.add_note(answer.trace)
+                raise error
+            if answer.client not in lost:
+                lose(cause)
+            lost.add(answer.client)
+            continue
         assert isinstance(answer, Measured)
         found[answer.client].append(answer.counts)
     zero = Counts.zero(experiment.plan.num_classes)
-    return {client: reduce(add, parts, zero) for client, parts in found.items()}
+    return {client: reduce(add, parts, zero) for client, parts in found.items() if client not in lost}
 
 
 def _clients(
@@ -103,13 +112,14 @@ def _clients(
     down: Callable[[ClientId | None], Payload],
     common: Counts,
     stop: Callable[[], bool],
+    lose: Callable[[str], None] | None,
 ) -> dict[str, Any]:
     """Accuracy per client under its own label mix; a client's own view is evaluated only where it has one."""
-    clients = progress.served
     own = list(own_views(progress, down))
-    views = _measure(experiment, force, stage, own, tasks, progress, down, stop) if own else {}
+    views = _measure(experiment, force, stage, own, tasks, progress, down, stop, lose) if own else {}
+    lost = set(own) - views.keys()
     accuracies, sizes = [], []
-    for client in clients:
+    for client in (client for client in progress.served if client not in lost):
         labels = experiment.plan.label_counts(client, stage).numpy()
         by_class = views.get(client, common).class_accuracy()
         accuracies.append(float(expected_accuracy(by_class, labels)[0]))

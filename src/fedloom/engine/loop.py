@@ -303,6 +303,7 @@ class Loop:
             personal=personal,
             final=final,
             stop=self.stop.is_set,
+            lose=None if self.options.on_client_failure == "fail" else self.audience.note,
         )
 
     def _record(self, row: Mapping[str, Any], event: str) -> None:

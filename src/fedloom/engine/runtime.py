@@ -60,12 +60,16 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A client, or a piece of evaluation, that raised. trace is for the log. fatal: no fault of the client."""
+    """A client, or a piece of evaluation, that raised. trace is for the log. fatal: no fault of the client.
+
+    lost: nothing was computed, or it did not arrive: the method is not to blame.
+    """
 
     client: ClientId | None
     reason: str
     trace: str
     fatal: bool = False
+    lost: bool = False
 
 
 class Measured(NamedTuple):
@@ -142,7 +146,7 @@ class Runtime:
         ref = self.outbox.write(update.up)
         stored = ref.not_finite is None and self._keep(todo, update, state)
         weight = float(data.num_examples if update.weight is None else update.weight)
-        metrics = {name: float(value) for name, value in update.metrics.items()}
+        metrics = {str(name): float(value) for name, value in update.metrics.items()}
         return Done(todo.client, ref, weight, metrics, stored, time.perf_counter() - began)
 
     def _keep(self, todo: Work, update: Update, before: Payload) -> bool:

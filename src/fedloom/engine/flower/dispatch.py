@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flwr.app import Message, RecordDict
 
 from fedloom.core import Interrupted, PayloadError
 from fedloom.engine.flower.post import content_of
-from fedloom.engine.flower.telling import answer_of
+from fedloom.engine.flower.telling import answer_of, said
 from fedloom.engine.flower.wire import Cut, check_announced, header, message
 from fedloom.engine.runtime import Answer, Done, Failed, Instruction, Work
 
@@ -25,9 +25,10 @@ class Letter(NamedTuple):
     """A message to a node. share: positions of its instructions in the exchange. limits: bytes per upload."""
 
     node: int
+    name: str
     number: int
     share: Sequence[int]
-    content: RecordDict
+    content: RecordDict | None
     limits: Sequence[int]
     cut: Cut | None
 
@@ -43,39 +44,40 @@ class Dispatch:
         self._pings: dict[str, int] = {}
         self._heard: dict[int, float] = {}
         self._gone: set[int] = set()
+        self._looked = time.monotonic()
 
-    def send(self, letters: Sequence[Letter]) -> None:
+    def send(self, letters: Iterable[Letter]) -> None:
         """Send the letters; clients that are in none, or whose letter does not leave, fail."""
-        self._letters = {letter.node: letter for letter in letters}
         kind = "train" if self._todo and isinstance(self._todo[0], Work) else "evaluate"
-        contents = {letter.node: letter.content for letter in letters}
-        self._waiting = self._force.post.send(contents, kind)
-        now = time.monotonic()
-        self._heard = dict.fromkeys(self._waiting.values(), now)
-        for node in contents.keys() - set(self._waiting.values()):
-            self._fail(node, "its node could not be reached")
-        sent = {k for letter in letters for k in letter.share}
+        for letter in letters:
+            assert letter.content is not None
+            self._letters[letter.node] = letter._replace(content=None)  # once it has left, it is only in the way
+            self._waiting |= (sent := self._force.post.send({letter.node: letter.content}, kind))
+            if not sent:
+                self._fail(letter.node, "its node could not be reached")
+        self._heard = dict.fromkeys(self._letters, time.monotonic())
+        posted = {k for letter in self._letters.values() for k in letter.share}
         for k, todo in enumerate(self._todo):
-            if k not in sent and todo.client is not None:
-                self.settle(k, Failed(todo.client, "no node that hosts it is online", ""))
+            if k not in posted and todo.client is not None:
+                self.settle(k, Failed(todo.client, "no node that hosts it is online", "", lost=True))
 
     def wait(self, stop: Callable[[], bool], late: Callable[[], bool]) -> list[Answer]:
         """Collect answers until all are there, until `late`, or until `stop` (`Interrupted`)."""
-        looked = time.monotonic()
         while self._waiting:
+            came = False
+            for node, reply in self._force.post.collect(self._waiting):
+                came = True
+                self._take(self._letters[node], reply)
+                del reply  # before the next one is fetched
+                if stop():
+                    break
             if stop():
                 raise Interrupted("stopped by the user")
-            came = self._force.post.collect(self._waiting)
-            for node, reply in came:
-                self._take(self._letters[node], reply)
             if not came and late():
                 for node in set(self._waiting.values()):
                     self._fail(node, "no answer before the deadline")
-                break
-            if time.monotonic() - looked > LOOK:
-                self._look()
-                looked = time.monotonic()
-            self._force.post.nap(busy=bool(came))
+            self._look()
+            self._force.post.nap(busy=came or not self._waiting)
         if stop():
             raise Interrupted("stopped by the user")
         return [self._answers[k] for k in range(len(self._todo))]
@@ -84,17 +86,26 @@ class Dispatch:
         """Wait at most so long for nodes that only have to take something; tell of those that do not."""
         ends = time.monotonic() + seconds
         while self._waiting and time.monotonic() < ends:
-            came = self._force.post.collect(self._waiting)
-            for node, reply in came:
-                content = content_of(reply)
-                reason = content if isinstance(content, str) else header(content).get("refused")
-                if reason:
-                    self._force.note(f"'{self._name(node)}' did not keep its clients' models: {reason}")
+            came = False
+            for node, reply in self._force.post.collect(self._waiting):
+                came = True
+                self._taken(self._letters[node], reply)
             self._look()
-            self._force.post.nap(busy=bool(came))
+            self._force.post.nap(busy=came or not self._waiting)
+        for node in set(self._waiting.values()):
+            self._fail(node, f"no answer within {seconds:g} s")
         for answer in self._answers.values():
             if isinstance(answer, Failed):
                 self._force.note(f"the model of client {answer.client} was not left with it: {answer.reason}")
+
+    def _taken(self, letter: Letter, reply: Message) -> None:
+        content = content_of(reply)
+        try:
+            reason = content if isinstance(content, str) else header(content).get("refused")
+        except PayloadError as error:
+            reason = str(error)
+        if reason:
+            self._fail(letter.node, f"its node '{letter.name}' did not take it: {reason}")
 
     def settle(self, k: int, answer: Answer) -> None:
         """Keep an instruction's answer."""
@@ -106,25 +117,32 @@ class Dispatch:
         content = content_of(reply)
         try:
             if isinstance(content, str):
-                raise PayloadError(f"its node '{self._name(letter.node)}' failed: {content}")
-            found = header(content)
-            if "refused" in found:
-                raise PayloadError(f"its node '{self._name(letter.node)}' refused: {found['refused']}")
-            if (found["run"], found["number"]) != (self._force.states.run, letter.number):
-                raise PayloadError("its node answered for another round")
-            items = {int(item["k"]): item for item in found["answers"]}
-            check_announced(content, [item["index"] for item in items.values() if "index" in item])
-        except (PayloadError, KeyError, TypeError, ValueError, AttributeError) as error:
-            text = str(error) if isinstance(error, PayloadError) else f"its node's reply is damaged ({error!r})"
-            self._fail(letter.node, text)
+                raise PayloadError(f"its node '{letter.name}' failed: {content}")
+            items = self._items(letter, content)
+        except Exception as error:  # a node may send anything
+            damaged = "" if isinstance(error, PayloadError) else f"the reply of its node '{letter.name}' is damaged: "
+            self._fail(letter.node, f"{damaged}{said(error)}"[:2000])
             return
         for position, k in enumerate(letter.share):
             self.settle(k, self._answer(letter, position, items.get(position), content))
 
+    def _items(self, letter: Letter, content: RecordDict) -> dict[int, Any]:
+        """What a reply's header says of each answer; `PayloadError` when the reply is not one to this letter."""
+        found = header(content)
+        if "refused" in found:
+            raise PayloadError(f"its node '{letter.name}' refused: {found['refused']}")
+        if (found["run"], found["number"]) != (self._force.states.run, letter.number):
+            raise PayloadError("its node answered for another round")
+        items = {int(item["k"]): item for item in found["answers"]}
+        if len(items) < len(found["answers"]) or not items.keys() <= set(range(len(letter.share))):
+            raise PayloadError("its node answered twice for a client, or for one that it was not asked for")
+        check_announced(content, [item["index"] for item in items.values() if "index" in item])
+        return items
+
     def _answer(self, letter: Letter, position: int, item: Any, content: RecordDict) -> Answer:
         todo = self._todo[letter.share[position]]
         if not isinstance(item, dict):
-            return Failed(todo.client, "its node did not answer for it", "")
+            return Failed(todo.client, "its node did not answer for it", "", lost=True)
         answer = answer_of(
             item,
             content,
@@ -140,16 +158,19 @@ class Dispatch:
 
     def _look(self) -> None:
         """Give up on nodes that have gone offline, and on those that no longer work on their letter."""
-        roster = self._force.roster
+        if time.monotonic() - self._looked < LOOK or not self._waiting:
+            return
+        self._looked, roster = time.monotonic(), self._force.roster
         roster.refresh()
-        gone = set(self._waiting.values()) - roster.online
+        there = roster.online & roster.members.keys()  # one that came back under another number is no member any more
+        gone = set(self._waiting.values()) - there
         for node in gone & self._gone:  # twice in a row
-            self._fail(node, f"its node '{self._name(node)}' went offline")
+            self._fail(node, f"its node '{self._letters[node].name}' went offline")
         self._gone = gone
         for node, reply in self._force.post.collect(self._pings):
             self._pong(node, reply)
         now = time.monotonic()
-        silent = [n for n in set(self._waiting.values()) & roster.online if now - self._heard[n] > PING]
+        silent = [n for n in set(self._waiting.values()) & there if now - self._heard[n] > PING]
         ask = message({"ask": "ping", "run": self._force.states.run}, {})
         self._pings |= self._force.post.send({n: ask for n in silent if n not in self._pings.values()}, "query")
 
@@ -160,20 +181,17 @@ class Dispatch:
             at_work = None if isinstance(content, str) else header(content).get("at_work")
         except PayloadError:
             at_work = None
-        self._heard[node] = time.monotonic()
-        if at_work == self._letters[node].number:
+        self._heard[node], letter = time.monotonic(), self._letters[node]
+        if at_work == letter.number:
             return
         for other, late_reply in self._force.post.collect(self._waiting):
             self._take(self._letters[other], late_reply)
         if node in self._waiting.values():
-            self._fail(node, f"its node '{self._name(node)}' was started again and has lost its work")
+            self._fail(node, f"its node '{letter.name}' was started again and has lost its work")
 
     def _fail(self, node: int, reason: str) -> None:
-        self._waiting = {number: other for number, other in self._waiting.items() if other != node}
+        for number in [number for number, other in self._waiting.items() if other == node]:
+            del self._waiting[number]
         for k in self._letters[node].share:
             if k not in self._answers:
-                self.settle(k, Failed(self._todo[k].client, reason, ""))
-
-    def _name(self, node: int) -> str:
-        member = self._force.roster.members.get(node)
-        return member.name if member is not None else f"node {node}"
+                self.settle(k, Failed(self._todo[k].client, reason, "", lost=True))

@@ -10,14 +10,14 @@ below the node's folder, in one sub-folder per run:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
-import re
 import secrets
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from fedloom.core.payload import is_finite, items
 from fedloom.engine.experiment import Experiment
 from fedloom.engine.files import save_payload, write_bytes, write_json, yaml_text
 from fedloom.engine.flower.rows import Rows
-from fedloom.engine.flower.telling import WEIGHT, counts_payload, told
+from fedloom.engine.flower.telling import WEIGHT, WORD, counts_payload, metrics_at, told
 from fedloom.engine.flower.wire import Cut, Packer, header, message, owned, unpack
-from fedloom.engine.runtime import Answer, Done, Failed, Instruction, Measured, Runtime, Work, threads
+from fedloom.engine.runtime import Answer, Failed, Instruction, Measured, Runtime, Work, threads
 from fedloom.engine.spool import Ref
 from fedloom.engine.store import ClientStore
 
@@ -44,6 +44,7 @@ class Node:
 
     def __init__(self, experiment: Experiment, root: Path, hosted: Sequence[ClientId], name: str):
         self.experiment, self.root, self.hosted, self.name = experiment, root, tuple(sorted(hosted)), name
+        self._here = frozenset(self.hosted)
         self._asks = {"hello": self._hello, "work": self._work, "deliver": self._deliver, "ping": self._ping}
         self._runtime: Runtime | None = None
 
@@ -51,7 +52,7 @@ class Node:
         """The content of the reply; `PayloadError` for a message that this version does not understand."""
         asked = header(content)
         run = asked.get("run")
-        if not (isinstance(run, str) and re.fullmatch(r"[0-9a-f]{8,64}", run)) or asked.get("ask") not in self._asks:
+        if not (isinstance(run, str) and WORD.fullmatch(run)) or str(asked.get("ask")) not in self._asks:
             raise PayloadError("the message asks for something that this version of fedloom does not know")
         with threads(self.experiment.threads):
             return self._asks[asked["ask"]](asked, content)
@@ -77,42 +78,52 @@ class Node:
         todo = [told(item) for item in asked["todo"]]
         cut = self._rows.cut(todo[0].stage) if asked["rows"] and todo else None
         downs = unpack(content, asked["index"], cut)
+        view = functools.lru_cache(maxsize=1)(lambda name: owned(downs[name]))
         answers: list[dict[str, Any]] = []
         records: dict[str, Any] = {}
         with self._at_work(asked):
             for k in sorted(range(len(todo)), key=lambda k: (todo[k].client or 0, k)):
                 self._outbox.begin(str(k), cut)
-                answer = self._carry_out(todo[k], asked["todo"][k], downs)
-                if isinstance(answer, Measured):
-                    self._outbox.write(counts_payload(answer.counts))
-                answers.append({"k": k, **self._told(answer, todo[k])})
-                if isinstance(answer, Done):
-                    records[f"{k}/metrics"] = MetricRecord({**answer.metrics, WEIGHT: answer.weight})
-                if not isinstance(answer, Failed):
-                    records |= self._outbox.records
+                answer = self._carry_out(todo[k], asked["todo"][k], view)
+                found, more = self._told(str(k), answer, todo[k])
+                answers.append({"k": k, **found})
+                records |= more
         return message({"run": asked["run"], "number": asked["number"], "answers": answers}, records)
 
-    def _carry_out(self, todo: Instruction, item: Mapping[str, Any], downs: Mapping[str, Payload]) -> Answer:
+    def _carry_out(self, todo: Instruction, item: Mapping[str, Any], view: Callable[[str], Payload]) -> Answer:
         try:
-            if todo.client not in self.hosted:
+            if todo.client not in self._here:
                 raise PayloadError(f"client {todo.client} does not live on this node")
             self.store.keep(todo.client, item["keep"])
             start = todo.start if isinstance(todo, Work) else todo.state
             if start is not None and not self.store.sound(todo.client, start, item["sha256"]):
                 path = self.store.path(todo.client, start)
                 raise CheckpointError(f"its state is missing on its node or has changed; restore '{path}'")
-            down = owned(downs[item["view"]])
-        except (FedloomError, KeyError, TypeError) as error:
-            return Failed(todo.client, str(error), traceback.format_exc())
+            down = view(item["view"])
+        except (FedloomError, KeyError, TypeError, OSError) as error:
+            return Failed(todo.client, str(error), traceback.format_exc(), lost=True)
         return self.runtime.carry_out(todo, down)
 
-    def _told(self, answer: Answer, todo: Instruction) -> dict[str, Any]:
+    def _told(self, key: str, answer: Answer, todo: Instruction) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the header says of an answer, and its records."""
         if isinstance(answer, Failed):
-            return {"failed": answer.reason, "trace": answer.trace}
+            self._log(answer.trace)
+            return {"failed": answer.reason, "trace": answer.trace, "lost": answer.lost}, {}
+        if isinstance(answer, Measured):
+            self._outbox.write(counts_payload(answer.counts))
+        records, index = self._outbox.take()
         if isinstance(answer, Measured) or not isinstance(todo, Work):
-            return {"index": self._outbox.index}
+            return {"index": index}, records
         stored = self.store.sha256(todo.client, todo.version) if answer.stored else None
-        return {"index": self._outbox.index, "stored": stored, "seconds": answer.seconds}
+        metrics = MetricRecord({**answer.metrics, WEIGHT: answer.weight})
+        return {"index": index, "stored": stored, "seconds": answer.seconds}, {**records, metrics_at(key): metrics}
+
+    def _log(self, text: str) -> None:
+        path = self.runtime.log
+        with suppress(OSError):  # what went wrong is told to the server as well
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{text.rstrip()}\n")
 
     def _deliver(self, asked: Mapping[str, Any], content: RecordDict) -> RecordDict:
         """Keep the final view of each client as a served model, with the client's state."""
@@ -188,14 +199,19 @@ class NodeStore(ClientStore):
 class _Outbox:
     """Encodes an upload at once: its tensors may be those of the network, which the next client writes to."""
 
+    _packed: tuple[dict[str, Any], dict[str, Any]]
+
     def begin(self, key: str, cut: Cut | None) -> None:
         """The next upload's key and rows."""
-        self._key, self._cut = key, cut
-        self.records: dict[str, Any] = {}
-        self.index: dict[str, Any] = {}
+        self._key, self._cut, self._packed = key, cut, ({}, {})
 
     def write(self, payload: Payload) -> Ref:
         """Encode a payload, and say whether it is finite."""
-        self.records, self.index = Packer(self._cut).pack({self._key: payload})
+        self._packed = Packer(self._cut).pack({self._key: payload})
         bad = next((f"{field}/{name}" for field, name, tensor in items(payload) if not is_finite(tensor)), None)
         return Ref("", tuple(sorted(payload)), (), bad)
+
+    def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Records and index of what was written; they are not kept here."""
+        packed, self._packed = self._packed, ({}, {})
+        return packed

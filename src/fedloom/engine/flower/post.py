@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -15,10 +15,7 @@ NAPS = (0.02, 0.3)  # shortest and longest pause between two looks for replies, 
 
 
 class Post:
-    """Sends to nodes and collects what they answer. Nothing waits for ever here; the caller decides how long.
-
-    sent, received: bytes of the arrays that went either way.
-    """
+    """Sends to nodes and collects what they answer. Nothing waits for ever here; the caller decides how long."""
 
     def __init__(self, grid: Grid):
         self._grid = grid
@@ -38,16 +35,16 @@ class Post:
         self._nap = NAPS[0]
         return sent
 
-    def collect(self, waiting: dict[str, int]) -> list[tuple[int, Message]]:
-        """Replies that have come, with their nodes; their messages are waited for no more."""
-        if not waiting:
-            return []
-        found: list[tuple[int, Message]] = []
-        for reply in self._call(self._grid.pull_messages, list(waiting)):
-            node = waiting.pop(reply.metadata.reply_to_message_id, None)
-            if node is not None:
-                found.append((node, reply))
-        return found
+    def collect(self, waiting: dict[str, int]) -> Iterator[tuple[int, Message]]:
+        """Replies that have come, with their nodes; their messages are waited for no more.
+
+        They may be large, so each is fetched when it is asked for, and not kept here.
+        """
+        for number in list(waiting):
+            found = self._call(self._grid.pull_messages, [number]) if number in waiting else []
+            if found and found[0].metadata.reply_to_message_id == number:
+                node = waiting.pop(number)
+                yield node, found.pop(0)
 
     def nap(self, *, busy: bool) -> None:
         """Pause between two looks, longer the longer nothing comes."""
@@ -57,7 +54,7 @@ class Post:
         time.sleep(self._nap)
         self._nap = min(self._nap * 1.5, NAPS[1])
 
-    def _call(self, function: Any, *arguments: Any) -> Iterable[Any]:
+    def _call(self, function: Any, *arguments: Any) -> list[Any]:
         try:
             return list(function(*arguments))
         except Exception as error:  # whatever the transport below raises when the other side is gone

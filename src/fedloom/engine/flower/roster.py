@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.core import ClientId, ConfigError, PayloadError
+from fedloom.core import ClientId, ConfigError
 from fedloom.engine.flower.post import Post, content_of
 from fedloom.engine.flower.states import RemoteStates
+from fedloom.engine.flower.telling import said
 from fedloom.engine.flower.wire import header, message
 
+AGAIN = 60.0  # seconds without an answer after which a node is asked again who it is; it may have lost the question
 GRACE = 10.0  # seconds for a node that was refused to be mended before the run starts without it
 
 
@@ -41,6 +43,7 @@ class Roster:
         self.refused: dict[int, str] = {}
         self.online: set[int] = set()
         self._asked: dict[str, int] = {}
+        self._since: dict[int, float] = {}
         self._told: set[str] = set()
 
     def gather(self, seconds: float, strict: bool) -> None:
@@ -64,29 +67,31 @@ class Roster:
     def refresh(self) -> None:
         """See who is there, ask newcomers who they are, and note who has answered. Does not wait."""
         before, self.online = self.online, self._post.online()
-        for node in before - self.online:
-            self.refused.pop(node, None)
-        new = self.online - self.members.keys() - self.refused.keys() - set(self._asked.values())
+        if before - self.online:
+            self.refused.clear()  # with one node less, another may be welcome
+        now = time.monotonic()
+        asked = {node for node in self._asked.values() if now - self._since[node] < AGAIN}
+        new = self.online - (self.members.keys() & before) - self.refused.keys() - asked
+        self._since |= dict.fromkeys(new, now)
         hello = message({"ask": "hello", "run": self._states.run}, {})
         self._asked |= self._post.send(dict.fromkeys(sorted(new), hello), "query")
         self._asked = {number: node for number, node in self._asked.items() if node in self.online}
         for node, reply in self._post.collect(self._asked):
             content = content_of(reply)
             try:
-                found = {"refused": content} if isinstance(content, str) else header(content)
-                self._welcome(node, found)
-            except (PayloadError, KeyError, TypeError, ValueError) as error:
-                self._refuse(node, f"node {node}", str(error))
+                self._welcome(node, {"refused": content} if isinstance(content, str) else header(content))
+            except Exception as error:  # a node may send anything
+                self._refuse(node, f"node {node}", said(error))
 
-    def node_of(self, client: ClientId) -> int | None:
-        """The node that hosts a client and is online."""
-        found = [node for node, member in self.members.items() if client in member.hosted and node in self.online]
-        return found[-1] if found else None
+    def homes(self) -> dict[ClientId, int]:
+        """The node of every client that has one online."""
+        here = [(node, member) for node, member in self.members.items() if node in self.online]
+        return {client: node for node, member in here for client in member.hosted}
 
     def missing(self) -> list[ClientId]:
         """Clients without a node that is online."""
-        here = {client for node in self.members.keys() & self.online for client in self.members[node].hosted}
-        return [client for client in range(self._total) if client not in here]
+        homes = self.homes()
+        return [client for client in range(self._total) if client not in homes]
 
     def _welcome(self, node: int, found: Mapping[str, Any]) -> None:
         name = str(found.get("name", f"node {node}"))[:200]
@@ -104,7 +109,7 @@ class Roster:
             for key in ("torch", "processor", "device"):
                 if found[key] != self._expected[key]:
                     self._say(
-                        f"'{name}' has {key} {found[key]}, the server {self._expected[key]}: "
+                        f"'{name}' has {key} {str(found[key])[:80]}, the server {self._expected[key]}: "
                         "equal bits are promised on equal ones only"
                     )
 
@@ -113,8 +118,10 @@ class Roster:
             both = set(known.hosted) & set(member.hosted)
             if not both:
                 continue
-            if known.home == member.home or other not in self.online:
+            if known.home == member.home or other == node or other not in self.online:
                 del self.members[other]  # the same node under another number, or one that took its place
+                if other != node and other in self.online:
+                    self.refused[other] = f"'{known.name}' has come back under another number"
             else:
                 text = f"client {min(both)} is hosted by '{known.name}' already; give every client to one node"
                 self._refuse(node, member.name, text)
@@ -122,7 +129,8 @@ class Roster:
         self.members[node] = member
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
-        self.refused[node] = f"'{name}' cannot take part: {reason}"
+        self.members.pop(node, None)
+        self.refused[node] = f"'{name}' cannot take part: {reason[:2000]}"
         self._say(self.refused[node])
 
     def _say(self, text: str) -> None:

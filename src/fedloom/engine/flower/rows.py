@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from fedloom.core import Payload
-from fedloom.core.payload import canonical_payload, digest
+from torch import Tensor
+
+from fedloom.core import ConfigError, Payload
+from fedloom.core.payload import canonical_payload, check_structure, digest
 from fedloom.core.seeds import seeded
 from fedloom.engine.flower.wire import Cut
-from fedloom.engine.runtime import Runtime
+from fedloom.engine.runtime import Runtime, blame
 
 
-def initial_rows(runtime: Runtime) -> dict[str, dict[str, object]]:
-    """The server's tensors with class rows before the first round."""
+def initial_rows(runtime: Runtime) -> dict[str, dict[str, Tensor]]:
+    """The server's tensors with class rows before the first round; `ConfigError` when the method cannot start."""
     method, ctx = runtime.experiment.method, runtime.context(0)
-    with seeded(runtime.experiment.seed, "init"):
-        server = method.init_server(ctx)
-    kept: dict[str, dict[str, object]] = {}
-    for field, name in method.class_rows(ctx):
-        if name in server.get(field, {}):
-            kept.setdefault(field, {})[name] = server[field][name].detach().clone()
+    try:
+        with seeded(runtime.experiment.seed, "init"):
+            server = method.init_server(ctx)
+        check_structure(server, "the server state")
+        kept: dict[str, dict[str, Tensor]] = {}
+        for field, name in method.class_rows(ctx):
+            if name in server.get(field, {}):
+                kept.setdefault(field, {})[name] = server[field][name].detach().cpu().clone()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"the method cannot start: {blame(error, runtime.log)}") from error
     return kept
 
 
@@ -26,7 +34,7 @@ class Rows:
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
-        self.initial: Payload = canonical_payload(initial_rows(runtime))  # type: ignore[arg-type]
+        self.initial: Payload = canonical_payload(initial_rows(runtime))
         self.digest = digest(self.initial)
 
     def cut(self, stage: int) -> Cut:

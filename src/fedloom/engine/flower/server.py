@@ -105,30 +105,27 @@ class Federation:
         dispatch.send(self._letters(own, down, "deliver"))
         dispatch.hand_over(self._options.join)
 
-    def _letters(self, instructions: Sequence[Instruction], down: Down, ask: str) -> list[Letter]:
-        """A letter per node; clients without a node are in none."""
+    def _letters(self, instructions: Sequence[Instruction], down: Down, ask: str) -> Iterator[Letter]:
+        """A letter per node, made when it is asked for; clients without a node are in none."""
         self.roster.refresh()
-        shares: dict[int, list[int]] = {}
+        homes, shares = self.roster.homes(), dict[int, list[int]]()
         for k in sorted(range(len(instructions)), key=lambda k: (instructions[k].client or 0, k)):
             client = instructions[k].client
-            node = None if client is None else self.roster.node_of(client)
-            if node is not None:
-                shares.setdefault(node, []).append(k)
+            if client is not None and client in homes:
+                shares.setdefault(homes[client], []).append(k)
         self._number += 1
         cut = self.rows.cut(instructions[0].stage) if instructions else None
         packers = {True: Packer(cut), False: Packer()}
-        letters = []
         for node, share in shares.items():
-            rows = self.roster.members[node].rows
+            member = self.roster.members[node]
             views, named, sizes = _views([instructions[k] for k in share], down)
-            records, index = packers[rows].pack(views)
+            records, index = packers[member.rows].pack(views)
             todo = [self._item(instructions[k], view) for k, view in zip(share, named, strict=True)]
-            head = {"ask": ask, "run": self.states.run, "number": self._number, "rows": rows, "todo": todo}
+            head = {"ask": ask, "run": self.states.run, "number": self._number, "rows": member.rows, "todo": todo}
             more = {"card": self._card, "stage": instructions[0].stage} if ask == "deliver" else {}
             content = message({**head, **more, "index": index}, records)
             limits = [self._options.reply_limit or 4 * size + SPARE for size in sizes]
-            letters.append(Letter(node, self._number, share, content, limits, cut if rows else None))
-        return letters
+            yield Letter(node, member.name, self._number, share, content, limits, cut if member.rows else None)
 
     def _item(self, todo: Instruction, view: str) -> dict[str, Any]:
         client = todo.client or 0
@@ -153,7 +150,7 @@ def _views(instructions: Sequence[Instruction], down: Down) -> tuple[dict[str, P
     names: dict[object, str] = {}
     named, sizes = [], []
     for todo in instructions:
-        payload = down(todo.client)
+        payload = {field: dict(tree) for field, tree in down(todo.client).items()}
         same = tuple((f, tuple((n, id(t)) for n, t in sorted(payload[f].items()))) for f in sorted(payload))
         name = names.setdefault(same, str(len(names)))
         views.setdefault(name, payload)  # kept: an identity means something only while its tensor lives

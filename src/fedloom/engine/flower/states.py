@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedloom.core import ClientId
 from fedloom.engine.files import write_json
+from fedloom.engine.flower.telling import WORD
 from fedloom.engine.store import Versions
 
 
@@ -23,7 +24,9 @@ class RemoteStates:
         self._known: dict[tuple[ClientId, str], str] = {}
         self._kept: dict[ClientId, set[str]] = {}
         try:
-            self.run = str(json.loads(file.read_text())["run"])
+            self.run = json.loads(file.read_text())["run"]
+            if not WORD.fullmatch(self.run):
+                raise ValueError(self.run)
         except (OSError, ValueError, KeyError, TypeError):
             self.clear()
 

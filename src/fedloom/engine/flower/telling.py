@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from flwr.app import MetricRecord, RecordDict
 
-from fedloom.core import Payload, PayloadError
-from fedloom.core.payload import nbytes
+from fedloom.core import Payload, PayloadError, RunError
+from fedloom.core.payload import check_structure, nbytes
 from fedloom.engine.flower.wire import Cut, unpack
 from fedloom.engine.runtime import Answer, Done, Failed, Instruction, Measured, Probe, Work
 from fedloom.engine.spool import Ref
 from fedloom.evaluate.predict import Counts
 
 WEIGHT = "/weight"  # among the metrics of a reply; a metric's name cannot begin so
+WORD = re.compile(r"[0-9a-f]{8,64}")  # of a run; names a folder on every node
 SAFE = re.compile(r"[^/\\\x00]{1,200}")  # what may become part of a file's name
 KINDS: Mapping[str, type[Instruction]] = {"work": Work, "probe": Probe}
 
@@ -65,29 +66,43 @@ def answer_of(
 
     write: puts an upload where the server keeps replies. limit: bytes that an upload may have.
     """
+    if "failed" in item:
+        reason, trace = str(item["failed"])[:2000], str(item.get("trace", ""))[:20000]
+        return Failed(todo.client, reason, trace, lost=bool(item.get("lost")))
     try:
-        if "failed" in item:
-            return Failed(todo.client, str(item["failed"])[:2000], str(item.get("trace", ""))[:20000])
         key = str(item["k"])
         payload = unpack(content, item["index"], cut).get(key)
         if payload is None:
-            raise PayloadError("the answer's payload did not come")
+            raise PayloadError("its payload did not come")
         if isinstance(todo, Probe):
             return Measured(todo.client, todo.task, _counts(payload, classes))
         if (size := nbytes(payload)) > limit:
             mend = "raise engine.reply_limit if the method needs it"
             raise PayloadError(f"the upload has {size} bytes, and the limit is {limit}; {mend}")
+        check_structure(payload, "the upload")
         metrics, weight = _metrics(content, key)
-        return Done(todo.client, write(payload), weight, metrics, item["stored"] is not None, float(item["seconds"]))
-    except (PayloadError, KeyError, TypeError, ValueError, AttributeError) as error:
-        text = str(error) if isinstance(error, PayloadError) else f"{type(error).__name__}: {error}"
-        return Failed(todo.client, f"its answer is damaged: {text}", "")
+        stored, seconds = item["stored"] is not None, float(item["seconds"])
+        return Done(todo.client, write(payload), weight, metrics, stored, seconds)
+    except RunError:  # this machine's disk, say
+        raise
+    except Exception as error:  # a node may send anything
+        return Failed(todo.client, f"its answer is damaged: {said(error)}", "", lost=True)
+
+
+def said(error: Exception) -> str:
+    """What is wrong with something that came, as part of a sentence."""
+    return str(error) if isinstance(error, PayloadError) else f"{type(error).__name__}: {error}"
+
+
+def metrics_at(key: str) -> str:
+    """Name of the record that holds an answer's metrics; no field's record is called so."""
+    return f"metrics/{key}"
 
 
 def _metrics(content: RecordDict, key: str) -> tuple[dict[str, float], float]:
-    record = content.get(f"{key}/metrics")
+    record = content.get(metrics_at(key))
     if not isinstance(record, MetricRecord) or not isinstance(record.get(WEIGHT), int | float):
-        raise PayloadError("the answer's weight did not come")
+        raise PayloadError("its weight did not come")
     found = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
     return found, found.pop(WEIGHT)
 
@@ -96,6 +111,7 @@ def _counts(payload: Payload, classes: int) -> Counts:
     tree = payload["counts"]
     arrays = [tree[name].numpy() for name in ("total", "correct", "correct_within_task")]
     others = [int(n) for n in tree["others"]]
-    if any(a.shape != (classes,) or a.dtype != np.int64 or (a < 0).any() for a in arrays) or len(others) != 2:
-        raise PayloadError("the answer's counts are none")
+    odd = any(a.shape != (classes,) or a.dtype != np.int64 or (a < 0).any() for a in arrays)
+    if odd or len(others) != 2 or min(others) < 0 or any((a > arrays[0]).any() for a in arrays):
+        raise PayloadError("its counts are none")
     return Counts(*(a.copy() for a in arrays), *others)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,15 +23,16 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fedloom.core import Payload, PayloadError
-from fedloom.core.payload import ClassRows, canonical, narrow, raw_bytes, widen
+from fedloom.core.payload import ClassRows, canonical, raw_bytes
 
 PROTOCOL = 1  # of what crosses the wire; both sides must speak the same
 HEADER, NPY = "fedloom", "numpy.ndarray"
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-with warnings.catch_warnings():  # torch warns once about views of bytes; ours are only read
+with warnings.catch_warnings():  # torch warns once about views of bytes (ours are only read) and of half complex
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
+    torch.empty(0, dtype=torch.complex32)
 
 
 class Cut(NamedTuple):
@@ -44,11 +47,12 @@ class Cut(NamedTuple):
         dim, start = self.rows.get((field, name)), self.initial.get(field, {}).get(name)
         if dim is None or start is None or start.shape != tensor.shape or start.dtype != tensor.dtype:
             return None
-        if len(self.seen) >= tensor.shape[dim]:
+        others = [k for k in range(tensor.shape[dim]) if k not in self.seen]
+        if not others or not all(0 <= k < tensor.shape[dim] for k in self.seen):
             return None
-        short = narrow({field: {name: tensor}}, self.rows, self.seen)[field][name].contiguous()
-        same = torch.equal(raw_bytes(self.widen(field, name, short)), raw_bytes(tensor))
-        return short if same else None
+        if not torch.equal(raw_bytes(_rows(tensor, dim, others)), raw_bytes(_rows(start, dim, others))):
+            return None
+        return _rows(tensor, dim, self.seen)
 
     def widen(self, field: str, name: str, tensor: Tensor) -> Tensor:
         """Put the rows back; `PayloadError` when they do not fit."""
@@ -60,32 +64,37 @@ class Cut(NamedTuple):
             raise PayloadError(
                 f"'{field}/{name}' has {tensor.dtype} of shape {tuple(tensor.shape)}, expected {start.dtype} of {want}"
             )
-        return widen({field: {name: tensor}}, self.rows, self.seen, self.initial)[field][name]
+        whole, idx = start.clone(), torch.tensor(list(self.seen), dtype=torch.long)
+        _bits(whole).index_copy_(dim, idx, _bits(tensor))
+        return whole
 
 
 class Packer:
-    """Makes the records of messages; one that lives through an exchange encodes a tensor once for all of them."""
+    """Makes the records of messages; one that lives through an exchange encodes a tensor once for all of them.
+
+    What it encoded is kept for as long as the tensor lives, so a client's own download goes when its letter has left.
+    """
 
     def __init__(self, cut: Cut | None = None):
         self._cut = cut
-        self._made: dict[tuple[int, str, str], tuple[Tensor, Array, str | None, bool]] = {}
+        self._made: dict[tuple[int, str, str], tuple[weakref.ref[Tensor], Array, str | None, bool]] = {}
 
     def pack(self, payloads: Mapping[str, Payload]) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
         """(records by `key/field`, index) of payloads by key; keys hold no '/'."""
         records: dict[str, ArrayRecord] = {}
         index: dict[str, Any] = {"fields": {}, "same": {}, "dtypes": {}, "rows": []}
-        placed: dict[tuple[int, str, str], str] = {}
+        placed: dict[tuple[int, str, str], tuple[str, Tensor]] = {}
         for key, payload in payloads.items():
             index["fields"][key] = sorted(payload)
             for field in sorted(payload):
                 arrays: dict[str, Array] = {}
                 for name in sorted(payload[field]):
                     tensor, where = payload[field][name], f"{key}/{field}/{name}"
-                    found = placed.setdefault((id(tensor), field, name), where)
+                    found, _ = placed.setdefault((id(tensor), field, name), (where, tensor))
                     if found != where:
                         index["same"][where] = found
                         continue
-                    _, arrays[name], dtype, short = self._encode(field, name, tensor)
+                    arrays[name], dtype, short = self._encode(field, name, tensor)
                     if dtype is not None:
                         index["dtypes"][where] = dtype
                     if short:
@@ -93,13 +102,15 @@ class Packer:
                 records[f"{key}/{field}"] = ArrayRecord(arrays)
         return records, index
 
-    def _encode(self, field: str, name: str, tensor: Tensor) -> tuple[Tensor, Array, str | None, bool]:
+    def _encode(self, field: str, name: str, tensor: Tensor) -> tuple[Array, str | None, bool]:
         key = (id(tensor), field, name)
-        if key not in self._made:  # the tensor is kept: its identity means something only while it lives
+        found = self._made.get(key)
+        if found is None or found[0]() is not tensor:
             short = None if self._cut is None else self._cut.narrow(field, name, tensor)
             array, dtype = encode(tensor if short is None else short)
-            self._made[key] = tensor, array, dtype, short is not None
-        return self._made[key]
+            found = weakref.ref(tensor, lambda _: self._made.pop(key, None)), array, dtype, short is not None
+            self._made[key] = found
+        return found[1:]
 
 
 def unpack(content: RecordDict, index: Any, cut: Cut | None = None) -> dict[str, dict[str, dict[str, Tensor]]]:
@@ -136,7 +147,7 @@ def unpack(content: RecordDict, index: Any, cut: Cut | None = None) -> dict[str,
 def check_announced(content: RecordDict, indices: Iterable[Any]) -> None:
     """Raise `PayloadError` when a message holds an array record that none of its indices names."""
     named = {f"{key}/{field}" for index in indices for key, names in _index(index)[0].items() for field in names}
-    if extra := content.array_records.keys() - named:
+    if extra := arrays_of(content).keys() - named:
         raise PayloadError(f"the field '{min(extra)[:200]}' came and was not announced")
 
 
@@ -153,9 +164,9 @@ def _index(index: Any) -> tuple[dict[str, list[str]], dict[str, str], dict[str, 
 
 def encode(tensor: Tensor) -> tuple[Array, str | None]:
     """(array, name of the torch type where NumPy has none); `PayloadError` for a tensor without plain memory."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise PayloadError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; send dense tensors")
     native = _native(tensor.dtype)
+    if tensor.layout is not torch.strided or (native is None and not _foreign(tensor.dtype)):
+        raise PayloadError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; send dense tensors of numbers")
     kind = native or _native(INTEGERS[tensor.element_size()])
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": tuple(tensor.shape)}
@@ -169,23 +180,36 @@ def decode(array: Array, dtype: str | None, what: str) -> Tensor:
     """The tensor of an array, a view of its bytes; `PayloadError` naming `what` when it is none."""
     if array.stype != NPY:
         raise PayloadError(f"'{what}' is stored as {array.stype[:80]!r}, expected {NPY!r}")
-    stream = io.BytesIO(array.data)
     try:
-        if np.lib.format.read_magic(stream) != (1, 0):
-            raise ValueError("its format is none of ours")
-        shape, fortran, kind = np.lib.format.read_array_header_1_0(stream)
-        target = _torch(kind) if dtype is None else _named(dtype, kind.itemsize)
+        return _decode(array.data, dtype)
     except Exception as error:  # NumPy, its parser and torch raise many kinds
-        raise PayloadError(f"'{what}' is no readable array ({error})") from error
-    start, count = stream.tell(), int(np.prod(shape, dtype=object))
-    if fortran or min(shape, default=0) < 0 or count * kind.itemsize != len(array.data) - start:
-        raise PayloadError(f"'{what}' holds {len(array.data) - start} bytes, which do not fit its shape {shape}")
+        raise PayloadError(f"'{what}' is no readable array ({str(error)[:200]})") from error
+
+
+def _decode(data: bytes, dtype: str | None) -> Tensor:
+    stream = io.BytesIO(data)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("its format is none of ours")
+    shape, fortran, kind = np.lib.format.read_array_header_1_0(stream)
+    target = _torch(kind) if dtype is None else _named(dtype, kind)
+    start, count = stream.tell(), math.prod(shape)
+    if fortran or min(shape, default=0) < 0 or count * kind.itemsize != len(data) - start:
+        raise ValueError(f"it holds {len(data) - start} bytes, which do not fit its shape {shape}")
     if count == 0:
         return torch.empty(shape, dtype=target)
-    flat = torch.frombuffer(array.data, dtype=torch.uint8, count=len(array.data) - start, offset=start)
+    flat = torch.frombuffer(data, dtype=torch.uint8, count=len(data) - start, offset=start)
     if flat.data_ptr() % target.itemsize:
         flat = flat.clone()
     return flat.view(target).reshape(shape)
+
+
+def _rows(tensor: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
+    return tensor.detach().index_select(dim, torch.tensor(list(rows), dtype=torch.long, device=tensor.device))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Integers of the same width: torch can copy rows of all of these, and not of every other type."""
+    return tensor.view(INTEGERS.get(tensor.element_size(), tensor.dtype))
 
 
 @functools.cache
@@ -197,16 +221,22 @@ def _native(dtype: torch.dtype) -> np.dtype[Any] | None:
 
 
 @functools.cache
+def _foreign(dtype: torch.dtype) -> bool:
+    """Whether a type of numbers is one that NumPy lacks and that travels under its name."""
+    return (dtype.is_floating_point or dtype.is_complex) and _native(dtype) is None
+
+
+@functools.cache
 def _torch(kind: np.dtype[Any]) -> torch.dtype:
-    if kind.hasobject or not kind.isnative:
+    if kind.hasobject or not kind.isnative or kind.subdtype is not None:
         raise ValueError(f"its type is {kind}")
     return torch.from_numpy(np.empty(0, kind)).dtype
 
 
-def _named(name: str, itemsize: int) -> torch.dtype:
+def _named(name: str, kind: np.dtype[Any]) -> torch.dtype:
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or found.itemsize != itemsize:
-        raise ValueError(f"its type is said to be {name[:80]!r}")
+    if not isinstance(found, torch.dtype) or not _foreign(found) or kind != _native(INTEGERS[found.itemsize]):
+        raise ValueError(f"its type is said to be {name[:80]!r}, and it holds {kind}")
     return found
 
 
@@ -227,7 +257,7 @@ def header(content: RecordDict) -> dict[str, Any]:
     try:
         found = json.loads(record["header"])  # type: ignore[index]
         spoken = found["protocol"]
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise PayloadError("a message without FedLoom's header came; something else answers for this node") from error
     if spoken != PROTOCOL:
         raise PayloadError(
@@ -239,4 +269,12 @@ def header(content: RecordDict) -> dict[str, Any]:
 
 def nbytes(content: RecordDict) -> int:
     """Bytes of the arrays of a message."""
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    return sum(len(array.data) for record in arrays_of(content).values() for array in record.values())
+
+
+def arrays_of(content: RecordDict) -> dict[str, ArrayRecord]:
+    """The array records of a message.
+
+    Flower's own `array_records` is a cycle, which keeps the message in memory until the next collection of garbage.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
