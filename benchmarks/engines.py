@@ -4,7 +4,7 @@ Small: the quickstart with fewer rounds, in serial, over the in-process grid, in
 installed) and on a loopback federation with TLS and two SuperNodes (`--loopback`). Large: 11 M parameters, 10 clients,
 one local step each, serial against the in-process grid in interleaved pairs.
 
-Framing is what a message holds beside its tensors: the header and 128 bytes per tensor.
+Framing is what a message holds beside its tensors: its header, and 128 bytes and a name per tensor.
 
     python benchmarks/engines.py [--pairs 5] [--rounds 6] [--loopback] [--json]
 """
@@ -51,16 +51,19 @@ def gaps(ends: list[float]) -> float:
 
 
 def wire(folder: Path, summary: Any) -> dict[str, float]:
-    """Bytes that crossed the wire beyond those of the summary, as a share, and framing per message."""
-    file = folder / "federation.json"
+    """Bytes of training messages against those of the summary; framing in KiB per message.
+
+    Down, clients of one node share what they are sent, and the summary counts each of them.
+    """
+    file = folder / "traffic.json"
     if not file.exists():
         return {}
-    found = json.loads(file.read_text())
-    counted = summary["bytes_up"] + summary["bytes_down"]
-    tensors = found["tensor_bytes_sent"] + found["tensor_bytes_received"]
-    framing = found["framing_bytes_sent"] + found["framing_bytes_received"]
-    messages = found["messages_sent"] + found["messages_received"]
-    return {"counted_bytes": counted, "tensor_bytes": tensors, "framing_per_message": framing / messages}
+    found = json.loads(file.read_text())["train"]
+    return {
+        "up": found["tensor_bytes_received"] / summary["bytes_up"],
+        "down": found["tensor_bytes_sent"] / summary["bytes_down"],
+        "framing": (found["framing_bytes_sent"] + found["framing_bytes_received"]) / 2048 / found["messages_sent"],
+    }
 
 
 def small(engine: str, rounds: int) -> dict[str, float]:
@@ -138,11 +141,10 @@ def main() -> None:
         "large_grid_seconds": median(b for _, b in pairs),
         "large_ratio": median(b / a for a, b in pairs),
     }
-    rows = [("engine", "first round after", "s/round", "tensors/counted", "framing/message")]
+    rows = [("engine", "first round after", "s/round", "up/counted", "down/counted", "framing per message")]
     for name, one in found.items():
-        share = f"{one['tensor_bytes'] / one['counted_bytes']:.4f}" if "tensor_bytes" in one else "-"
-        frame = f"{one['framing_per_message'] / 1024:.1f} KiB" if "tensor_bytes" in one else "-"
-        rows.append((name, f"{one['startup']:.1f} s", f"{one['seconds']:.3f}", share, frame))
+        cells = [f"{one['up']:.4f}", f"{one['down']:.4f}", f"{one['framing']:.1f} KiB"] if "up" in one else ["-"] * 3
+        rows.append((name, f"{one['startup']:.1f} s", f"{one['seconds']:.3f}", *cells))
     show(f"the quickstart's clients, static, {options.rounds} rounds", rows, result, False)
     big = [(name, f"{result[f'large_{name}_seconds']:.3f}") for name in ("serial", "grid")]
     title = f"11 M parameters, 10 clients, median of {options.pairs} interleaved pairs"

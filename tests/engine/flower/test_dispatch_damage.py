@@ -21,6 +21,7 @@ pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fedloom.core import RunError
+from fedloom.engine.flower import server
 from fedloom.engine.flower.dispatch import Dispatch, Letter
 from fedloom.engine.flower.telling import WEIGHT
 from fedloom.engine.flower.wire import HEADER, NPY, PROTOCOL, encode, header
@@ -210,6 +211,16 @@ def test_a_retry_gives_the_bits_of_a_run_without_the_forgery(kind: str, tmp_path
     options = {"on_client_failure": "retry", "retries": 2, "reply_limit": 100_000}
     found = forged(tmp_path / "run", FAILED[kind][0], times=2, **options)
     assert found["state_sha256"] == serial()["state_sha256"] and found["failed_clients"] == 0
+
+
+def test_without_a_limit_an_upload_may_be_four_times_the_download_and_some(tmp_path: Path, monkeypatch):
+    size = serial()["bytes_down"] // (4 * 4)  # of 4 rounds with 4 clients; heads of two stages count in part
+    monkeypatch.setattr(server, "SPARE", 100)
+    notes, upload = Notes(), put("head.bias", torch.zeros(3 * size))
+    found = forged(tmp_path / "run", upload, notes)
+    assert found["failed_clients"] == 1 and any("raise engine.reply_limit if the method" in n for n in notes.notes)
+    found = forged(tmp_path / "small", put("head.bias", torch.zeros(size // 4)))
+    assert (found["failed_clients"], found["rejected_updates"]) == (0, 1), "its shape is wrong, not its size"
 
 
 def test_a_name_that_is_missing_means_not_mine(tmp_path: Path):

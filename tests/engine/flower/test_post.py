@@ -25,7 +25,8 @@ class Reply(SimpleNamespace):
 
 
 def reply(number: str) -> Reply:
-    return Reply(metadata=SimpleNamespace(reply_to_message_id=number), payload=bytearray(1000))
+    metadata = SimpleNamespace(reply_to_message_id=number)
+    return Reply(metadata=metadata, payload=bytearray(1000), has_content=lambda: False)
 
 
 class Grid:

@@ -137,7 +137,8 @@ def test_a_tensor_in_several_payloads_travels_once(way: str):
     payloads = {"0": {"params": {"w": big}}, "1": {"params": {"w": big, "own": own}}, "2": {"params": {"w": own}}}
     records, index = Packer().pack(payloads)
     assert index["same"] == {"1/params/w": "0/params/w"}
-    assert wire.nbytes(RecordDict(records)) == 4 * 1000 + 2 * 4 * 3 + 3 * FRAME
+    tensors, framing = wire.weigh(RecordDict(records))
+    assert tensors == 4 * 1000 + 2 * 4 * 3 and 3 * FRAME < framing < 3 * FRAME + 100
     came = travel(payloads, way=way)
     assert all(same(came[key], payloads[key]) for key in payloads)
     assert came["0"]["params"]["w"] is came["1"]["params"]["w"]
@@ -251,8 +252,9 @@ def test_bytes_that_travel_are_those_that_are_counted():
     cut, tensor = rows(torch.float32, 0)
     payload = {"params": {"w": tensor, "b": torch.ones(7)}}
     records, _ = Packer(cut).pack({"0": payload})
-    sent = wire.nbytes(RecordDict(records))
-    assert sent - 2 * FRAME == nbytes(payload, cut.rows, cut.seen) == nbytes(narrow(payload, cut.rows, cut.seen))
+    sent, framing = wire.weigh(RecordDict(records))
+    assert 2 * FRAME < framing < 2 * FRAME + 100
+    assert sent == nbytes(payload, cut.rows, cut.seen) == nbytes(narrow(payload, cut.rows, cut.seen))
 
 
 def test_tensors_that_are_not_as_they_began_travel_whole():

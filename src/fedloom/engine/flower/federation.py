@@ -199,18 +199,22 @@ class Federation:
             self._trust = ssl.create_default_context(cafile=str(self._ca))
             pair = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             pair.load_cert_chain(self._certificate, self._key, password=lambda: "")
-        except ssl.SSLError as error:
+        except OSError as error:
             which = f"ca {self._ca}, certificate {self._certificate} and key {self._key}"
-            raise ConfigError(f"{which} do not belong together, or one is no PEM file ({error.reason})") from error
+            why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+            raise ConfigError(f"{which} do not belong together, or one cannot be read ({why})") from error
 
     def _open(self) -> None:
         self._version = require()
         if sys.platform == "win32":
             raise ConfigError("a federation on this machine needs Linux or macOS")
         self._scripts = scripts()
-        self.home.mkdir(parents=True, exist_ok=True)
-        for left in self.home.glob("state.db*"):
-            left.unlink()
+        try:
+            (self.home / LINK).mkdir(parents=True, exist_ok=True)
+            for left in self.home.glob("state.db*"):
+                left.unlink()
+        except OSError as error:
+            raise ConfigError(f"home is {self.home}, which cannot be written: {error.strerror}") from error
         self._run_folder = tempfile.mkdtemp(prefix="fedloom-")  # a socket's path must be short
         self._path, self._socket = [self._scripts], ""
         if self._preload is not None:

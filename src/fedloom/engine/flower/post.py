@@ -10,16 +10,21 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedloom.core import RunError
+from fedloom.engine.flower.wire import weigh
 
 NAPS = (0.02, 0.3)  # shortest and longest pause between two looks for replies, in seconds
 
 
 class Post:
-    """Sends to nodes and collects what they answer. Nothing waits for ever here; the caller decides how long."""
+    """Sends to nodes and collects what they answer. Nothing waits for ever here; the caller decides how long.
+
+    traffic: per kind of message what went either way: messages, bytes of tensors, bytes of framing (see `weigh`).
+    """
 
     def __init__(self, grid: Grid):
         self._grid = grid
         self._nap = NAPS[0]
+        self.traffic: dict[str, dict[str, int]] = {}
 
     def online(self) -> set[int]:
         """Nodes that the federation knows and believes to be alive."""
@@ -32,6 +37,7 @@ class Post:
             for found in self._call(self._grid.push_messages, [Message(content, node, kind)]):
                 if found:
                     sent[found] = node
+                    self._count(kind, "sent", content)
         self._nap = NAPS[0]
         return sent
 
@@ -43,8 +49,9 @@ class Post:
         for number in list(waiting):
             found = self._call(self._grid.pull_messages, [number]) if number in waiting else []
             if found and found[0].metadata.reply_to_message_id == number:
-                node = waiting.pop(number)
-                yield node, found.pop(0)
+                if found[0].has_content():
+                    self._count(found[0].metadata.message_type, "received", found[0].content)
+                yield waiting.pop(number), found.pop(0)
 
     def nap(self, *, busy: bool) -> None:
         """Pause between two looks, longer the longer nothing comes."""
@@ -53,6 +60,12 @@ class Post:
             return
         time.sleep(self._nap)
         self._nap = min(self._nap * 1.5, NAPS[1])
+
+    def _count(self, kind: str, way: str, content: RecordDict) -> None:
+        tensors, framing = weigh(content)
+        counted = self.traffic.setdefault(kind, {})
+        for name, more in (("messages", 1), ("tensor_bytes", tensors), ("framing_bytes", framing)):
+            counted[f"{name}_{way}"] = counted.get(f"{name}_{way}", 0) + more
 
     def _call(self, function: Any, *arguments: Any) -> list[Any]:
         try:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import platform
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from flwr.serverapp import Grid
 
-from fedloom.core import Payload
+from fedloom.core import Payload, RunError
 from fedloom.core.payload import nbytes
 from fedloom.engine.experiment import Experiment, Options
+from fedloom.engine.files import write_json
 from fedloom.engine.flower.dispatch import Dispatch, Letter
 from fedloom.engine.flower.post import Post
 from fedloom.engine.flower.roster import Roster
@@ -50,6 +51,8 @@ def hire(
             yield force
         finally:
             force.spool.close()
+            with suppress(RunError):  # a full disk has been told of already
+                write_json(folder.path / "traffic.json", force.post.traffic)
 
 
 class Federation:

@@ -267,9 +267,18 @@ def header(content: RecordDict) -> dict[str, Any]:
     return found
 
 
-def nbytes(content: RecordDict) -> int:
-    """Bytes of the arrays of a message."""
-    return sum(len(array.data) for record in arrays_of(content).values() for array in record.values())
+def weigh(content: RecordDict) -> tuple[int, int]:
+    """(bytes of the tensors, bytes of what frames them: header, names, the heads of the arrays) of a message."""
+    tensors = framing = 0
+    for key, record in content.items():
+        framing += len(key)
+        if isinstance(record, ArrayRecord):
+            heads = [10 + int.from_bytes(array.data[8:10], "little") for array in record.values()]
+            tensors += sum(len(array.data) for array in record.values()) - sum(heads)
+            framing += sum(heads) + sum(map(len, record))
+        else:
+            framing += sum(len(name) + (len(value) if isinstance(value, str) else 8) for name, value in record.items())
+    return tensors, framing
 
 
 def arrays_of(content: RecordDict) -> dict[str, ArrayRecord]:
