@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from fedloom.core.errors import ConfigError, Interrupted, RunError
 
 if TYPE_CHECKING:
     from fedloom.build import Built
+    from fedloom.deploy.events import Follower
     from fedloom.engine.experiment import Observer
     from fedloom.engine.flower.federation import Federation, NodeSpec
 
@@ -97,7 +98,7 @@ def _supervise(
         with Federation(
             home, ca=ca, certificate=certificate, key=key, nodes=specs, note=note, preload=PRELOAD
         ) as federation:
-            _follow(federation, federation.submit(app, settings), follower, Path(settings["run.events"]))
+            _follow(federation, federation.submit(app, settings), follower, Path(settings["run.events"]), note)
     except BaseException:
         _keep_logs(home, folder)
         raise
@@ -120,9 +121,9 @@ def _specs(total: int, keys: Sequence[Path], folder: Path, root: str | None) -> 
     return specs
 
 
-def _follow(federation: Federation, run: int, follower: Any, events: Path) -> None:
+def _follow(federation: Federation, run: int, follower: Follower, events: Path, note: Callable[[str], None]) -> None:
     """Pass on the run's progress until it has ended; Ctrl-C asks it to stop, a second one does not wait."""
-    looked, asked = time.monotonic(), None
+    looked, asked, told = time.monotonic(), None, set[str]()
     while True:
         try:
             came = follower.look()
@@ -132,6 +133,10 @@ def _follow(federation: Federation, run: int, follower: Any, events: Path) -> No
                 raise Interrupted("stopped by the user; the run did not end in time")
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
+                for name, cause in federation.ended().items():
+                    if name not in told:
+                        told.add(name)
+                        note(f"{name} has ended: {cause}")
                 _check_alive(federation, run, follower)
             if not came:
                 time.sleep(NAP)
@@ -142,7 +147,7 @@ def _follow(federation: Federation, run: int, follower: Any, events: Path) -> No
             events.with_name(f"{events.name}.stop").touch()
 
 
-def _check_alive(federation: Federation, run: int, follower: Any) -> None:
+def _check_alive(federation: Federation, run: int, follower: Follower) -> None:
     status = federation.status(run)
     if not status.startswith("finished"):
         return
