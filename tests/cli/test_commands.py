@@ -362,3 +362,13 @@ def test_sets_win_over_named_options() -> None:
         "data": {"root": "/x"},
         "engine": {"workers": "auto"},
     }
+
+
+def test_doctor_knows_which_flower_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    monkeypatch.setattr("fedloom.engine.flower.compat._installed", lambda package: "1.20.0")
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert (
+        "problem flwr 1.20.0 is installed, and FedLoom needs flwr >= 1.28 and < 2.0 -> install another" in result.stdout
+    )

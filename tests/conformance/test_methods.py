@@ -18,9 +18,11 @@ import fedloom.methods
 from conformance.watched import Watched
 from fedloom.core import ConfigError, Method
 from fedloom.core.payload import digest
+from fedloom.engine.checkpoint import newest
 from fedloom.engine.experiment import Experiment, Options
 from fedloom.engine.files import load_payload
 from fedloom.engine.folder import RunFolder
+from fedloom.engine.store import ClientStore
 from fedloom.local import SGD, AdamW, LocalSGD
 from fedloom.local.terms import CrossEntropy, Proximal
 from toys.federation import experiment, method_of
@@ -205,3 +207,26 @@ def test_one_client_with_one_epoch_is_plain_sgd(tmp_path: Path):
     loop: LocalSGD = dataclasses.replace(whole.method.local, terms=(CrossEntropy(), Proximal(0.0)))
     end = loop(ctx.init_state(), whole.plan.train(0, 0, 0, "train"), ctx)
     assert summary["params_sha256"] == digest({"params": end.params, "buffers": end.buffers})
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_method_without_personal_views_predicts_alike_for_everybody(name: str, tmp_path: Path):
+    """What `personal: False` promises: a client's state, and what it is sent, do not show in its predictions."""
+    whole = experiment(name)
+    if whole.method.personal:
+        pytest.skip("its clients have views of their own")
+    start(tmp_path / "run", whole)
+    server, progress = newest(tmp_path / "run")
+    last = whole.plan.num_stages - 1
+    x = next(iter(whole.plan.test(0).epoch(batch_size=16, shuffle=False))).x
+    net, store = whole.net(), ClientStore(tmp_path / "run" / "clients")
+
+    def scores(client: int | None) -> torch.Tensor:
+        ctx = whole.context(net, last, exchange="evaluate", client=client)
+        kept = store.load(client, progress.versions.get(client)) if client is not None else None
+        state = whole.method.init_client(ctx) if kept is None else kept
+        return whole.method.predict(whole.method.send(server, client, ctx), state, x, ctx).detach().clone()
+
+    assert progress.served
+    for client in progress.served:
+        assert torch.equal(scores(client), scores(None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 import fedloom
 from fedloom import lifecycle
-from fedloom.core import ConfigError, RunError
+from fedloom.core import CheckpointError, ConfigError, RunError
+from fedloom.deploy import demo
 from fedloom.deploy.demo import run_demo
 from toys.running import Notes
 
@@ -140,4 +142,51 @@ def test_what_cannot_run_is_refused_before_anything_is_started(tmp_path: Path) -
         run_demo("quickstart", {}, nodes=11, out=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match="--resume continues the run in --out"):
         run_demo("quickstart", {}, resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+def deployed_run(folder: Path, nodes: int) -> None:
+    """What a deployed run of two nodes that was broken off leaves of what is looked at before the next."""
+    for k in range(nodes):
+        (folder / "nodes" / str(k)).mkdir(parents=True)
+        (folder / "nodes" / str(k) / "home.json").write_text("{}")
+    (folder / "config.yaml").write_text("engine: {name: flower, runtime: deployment}\n")
+
+
+def test_a_folder_that_cannot_be_continued_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    deployed_run(out, nodes=2)
+    with pytest.raises(ConfigError, match="holds a run; name another folder, or continue it with --resume"):
+        run_demo("quickstart", {}, out=str(out))
+    with pytest.raises(ConfigError, match=r"--nodes is 1, but .* states on 2; give --nodes 2"):
+        run_demo("quickstart", {}, nodes=1, out=str(out), resume=True)
+    (out / "DONE").touch()
+    with pytest.raises(ConfigError, match="is done; nothing is left to continue"):
+        run_demo("quickstart", {}, out=str(out), resume=True)
+    (out / "DONE").unlink()
+    (out / "config.yaml").write_text("engine: {name: serial}\n")
+    with pytest.raises(ConfigError, match="continue it with `fedloom resume"):
+        run_demo("quickstart", {}, out=str(out), resume=True)
+    with pytest.raises(CheckpointError, match=r"no config\.yaml"):
+        run_demo("quickstart", {}, out=str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_error_names_the_log_that_is_kept(begun: bool, tmp_path: Path) -> None:
+    """The folder that the log was written to is gone when the user reads of it."""
+    home, folder = tmp_path / "home", tmp_path / "run"
+    for path in (home, folder) if begun else (home,):
+        path.mkdir()
+    (home / "superlink.log").write_text("killed\n")
+    error = RunError(f"the SuperLink is not running; its log is {home / 'superlink.log'}")
+    demo._keep_logs(home, folder, error)
+    kept = Path(str(error).rpartition(" ")[2])
+    assert kept.read_text() == "killed\n" and not kept.is_relative_to(home)
+    assert kept.is_relative_to(folder) is begun
+
+
+def test_logs_that_no_error_names_need_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: pytest.fail("nobody would find it"))
+    (tmp_path / "node-0.log").touch()
+    demo._keep_logs(tmp_path, tmp_path / "run", ConfigError("refused"))
     assert not (tmp_path / "run").exists()

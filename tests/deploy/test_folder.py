@@ -231,3 +231,16 @@ def test_flower_takes_the_folder(name: str, tmp_path: Path) -> None:
     fused = get_fused_config_from_dir(out, {"training.rounds": 3})
     assert flat(get_fab_config(packed)["tool"]["flwr"]["app"]["config"]) == said(out)
     assert read_run_config(fused)[0].training.rounds == 3
+
+
+def test_a_method_in_a_file_of_its_own_goes_with_the_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed, or part of a package, does not."""
+    monkeypatch.chdir(tmp_path)
+    text = "from fedloom.methods.fedprox import fedprox as mine\n"
+    (tmp_path / "own_method_of_this_test.py").write_text(text)
+    app = write_app(resolve({"method": "own_method_of_this_test:mine"}), tmp_path / "app", name="demo")
+    assert (app / "own_method_of_this_test.py").read_text() == text
+    assert "install its package" not in (app / "README.md").read_text()
+    other = write_app(resolve({"method": "toys.tally:tally"}), tmp_path / "other", name="demo")
+    assert {path.name for path in other.glob("*.py")} == set()
+    assert "the method `toys.tally:tally`, importable: install its package" in (other / "README.md").read_text()

@@ -135,7 +135,7 @@ def certs(
         say(f"{what}: {path}")
     for key in made.node_keys:
         say(f"node key: {key}, public half {key.name}.pub")
-    register = shlex.join(["flwr", "supernode", "register", f"{made.node_keys[0]}.pub", "CONNECTION"])
+    register = shlex.join(["flwr", "supernode", "register", f"{made.node_keys[0]}.pub", "fedloom"])
     say(f"next: keep {made.ca_key} to yourself, give each node its key and {made.ca.name}, and let it in: `{register}`")
 
 

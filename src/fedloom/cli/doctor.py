@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 @guarded
 def doctor(data_root: Root = None, as_json: Json = False) -> None:
     """Check Python, packages, devices, data, cache and disk; every finding comes with its mend."""
-    found = [*_python(), *_packages(), *_devices(), *_data(data_root), *_cache(), *_disk()]
+    found = [*_python(), *_packages(), *_flower(), *_devices(), *_data(data_root), *_cache(), *_disk()]
     if as_json:
         print_json({"findings": [item._asdict() for item in found]})
     else:
@@ -62,6 +62,20 @@ def _packages() -> Iterator[Finding]:
             yield Finding("note", f"extra '{extra}': {', '.join(missing)} missing", f"pip install {source}'")
         else:
             yield Finding("ok", f"extra '{extra}': {', '.join(have)}")
+
+
+def _flower() -> Iterator[Finding]:
+    from fedloom.core.errors import ConfigError
+    from fedloom.engine.flower.compat import require
+    from fedloom.environment import installed
+
+    if not installed("flwr"):
+        return
+    try:
+        require()
+    except ConfigError as error:
+        reason, _, mend = str(error).partition("; ")
+        yield Finding("problem", reason, mend)
 
 
 def _devices() -> Iterator[Finding]:

@@ -43,6 +43,9 @@ def predict(
     from fedloom.served import top as best
 
     served = open_served(folder) if client is None else open_personal(folder, client)
+    if client is not None and not served.method.personal:
+        name = served.meta["method"]
+        say(f"note: with {name} every client predicts with the global model", err=True)
     labels, x = read_inputs(source, served.meta, lambda text: say(f"note: {text}", err=True))
     rows = [best(scores, served.class_names, top) for scores in served.scores(x).tolist()]
     if as_json:

@@ -72,11 +72,13 @@ class Method:
     """Base of all methods: one model each way and nothing kept on clients; override what differs.
 
     Class attributes. `reveals`: per upload field, what it tells about a client's data. `ragged`: upload fields
-    whose tensors may differ in shape from the server's.
+    whose tensors may differ in shape from the server's. `personal`: a client may predict otherwise than the global
+    view does, by its state or by what it is sent; False spares the evaluation of every client's own view.
     """
 
     reveals: ClassVar[Mapping[str, str]] = {}
     ragged: ClassVar[Collection[str]] = ()
+    personal: ClassVar[bool] = True
 
     def module(self, spec: ModelSpec) -> nn.Module:
         """The network that every process builds once; the same values each time it is called."""

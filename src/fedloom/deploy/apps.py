@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.build import Built, build
-from fedloom.config import resolve
-from fedloom.core.errors import ConfigError, FedloomError, RunError, unknown
-from fedloom.deploy.flatten import Deployment, read_run_config
+from fedloom.config import read_yaml, resolve
+from fedloom.config.words import shown
+from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, RunError, unknown
+from fedloom.deploy.flatten import Deployment, flatten, read_run_config
 from fedloom.engine.flower.compat import require
 from fedloom.engine.flower.hosting import parse_clients
 
@@ -38,7 +39,13 @@ def server_app() -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        serve(grid, context.run_config)
+        failure = ""
+        try:
+            serve(grid, context.run_config)
+        except FedloomError as error:
+            failure = str(error)
+        if failure:  # raised here, so that Flower's traceback is short
+            raise RunFailed(failure)
 
     return app
 
@@ -91,7 +98,22 @@ def _run(grid: Grid, built: Built, deployment: Deployment, out: Path, observers:
         raise ConfigError("run.resume is true, but run.out is empty; name the folder of the run to continue")
     if (out / "DONE").exists():
         raise ConfigError(f"run.resume is true, but the run in {out} is done; nothing is left to continue")
+    _check_config(built, out)
     return go_on(out, lambda folder: built, observers, carry)[0]
+
+
+def _check_config(built: Built, out: Path) -> None:
+    """Nodes learn the configuration from Flower, so it must be the one that the run began with."""
+    if not (out / "config.yaml").is_file():
+        raise CheckpointError(f"run.resume is true, but {out} is no run folder: it has no config.yaml")
+    began, now = flatten(read_yaml(out / "config.yaml")), flatten(built.config.as_dict())
+    free = {"data.root", "engine.name", "engine.runtime", "engine.workers", "engine.join"}
+    for key in sorted((began.keys() | now.keys()) - free):
+        if began.get(key) != now.get(key):
+            raise CheckpointError(
+                f"{key} was {shown(began.get(key))} when the run in {out} began, and is {shown(now.get(key))} now; "
+                "give the same keys after -c as at first"
+            )
 
 
 def _carry(
@@ -106,6 +128,10 @@ def _carry(
     from fedloom.engine.loop import run
 
     return run(experiment, options, folder, observers, functools.partial(hire, grid, card))
+
+
+class RunFailed(Exception):
+    """Tells Flower that a run has failed; the sentence has been said."""
 
 
 class Hosts:

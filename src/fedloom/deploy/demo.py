@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.core.errors import ConfigError, Interrupted, RunError
+from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, Interrupted, RunError
 
 if TYPE_CHECKING:
     from fedloom.build import Built
@@ -61,7 +64,11 @@ def run_demo(
     if resume and out is None:
         raise ConfigError("--resume continues the run in --out; name its folder")
     folder = (checked_path("--out", out) if out is not None else new_folder(name)).expanduser().absolute()
+    _check_folder(folder, nodes, resume)
     home = Path(tempfile.mkdtemp(prefix="fedloom-"))
+    # The federation's processes find the same modules as this one: a method beside the user, say.
+    path, before = os.pathsep.join(entry or os.getcwd() for entry in sys.path), os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = path
     try:
         app = write_app(config, home / "app", name=app_name(name))
         settings = {"run.out": str(folder), "run.resume": resume, "run.events": str(home / "events.jsonl")}
@@ -69,7 +76,34 @@ def run_demo(
             settings["data.root"] = str(Path(config.data.root).expanduser().absolute())
         return _supervise(home, built, nodes, folder, app, settings, observers)
     finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
         shutil.rmtree(home, ignore_errors=True)
+
+
+def _check_folder(folder: Path, nodes: int, resume: bool) -> None:
+    """Refuse a folder before anything is started that the run would refuse, or where nodes would miss their states."""
+    from fedloom.config import read_yaml, resolve
+
+    record = folder / "config.yaml"
+    if not resume:
+        if record.exists():
+            raise ConfigError(f"out is {folder}, which holds a run; name another folder, or continue it with --resume")
+        return
+    if not record.is_file():
+        raise CheckpointError(f"{folder} is not a run folder: it has no config.yaml")
+    if (folder / "DONE").exists():
+        raise ConfigError(f"--resume: the run in {folder} is done; nothing is left to continue")
+    if resolve(read_yaml(record), {}).engine.runtime != "deployment":
+        raise ConfigError(
+            f"--resume: the run in {folder} has not begun on a deployed federation; "
+            f"continue it with `fedloom resume {shlex.quote(str(folder))}`"
+        )
+    if (began := len(list((folder / "nodes").glob("*/home.json")))) not in (0, nodes):
+        raise ConfigError(
+            f"--nodes is {nodes}, but the run in {folder} has its clients' states on {began}; give --nodes {began}"
+        )
 
 
 def _supervise(
@@ -99,13 +133,15 @@ def _supervise(
             home, ca=ca, certificate=certificate, key=key, nodes=specs, note=note, preload=PRELOAD
         ) as federation:
             _follow(federation, federation.submit(app, settings), follower, Path(settings["run.events"]), note)
-    except BaseException:
-        _keep_logs(home, folder)
+    except BaseException as error:
+        _keep_logs(home, folder, error)
+        if isinstance(error, RunError) and (folder / "config.yaml").is_file():
+            raise RunError(f"{error}; continue with the same command, --out {folder} and --resume") from error
         raise
     if isinstance(follower.error, Interrupted):
         raise Interrupted(f"stopped by the user; continue with the same command, --out {folder} and --resume")
     if follower.error is not None:
-        _keep_logs(home, folder)
+        _keep_logs(home, folder, follower.error)
         raise follower.error
     return folder
 
@@ -154,14 +190,28 @@ def _check_alive(federation: Federation, run: int, follower: Follower) -> None:
     follower.look()
     if not follower.ended:
         lines = federation.log(run).strip().splitlines()
-        cause = f": {lines[-1]}" if lines else ""
-        raise RunError(f"the run ended as {status} and left no word{cause}; see the logs of the federation")
+        last = f"; the last that it wrote is '{lines[-1][:200]}'" if lines else ""
+        raise RunError(
+            f"the ServerApp has ended ({status}) without a word{last}; its log is {federation.home / 'superlink.log'}"
+        )
 
 
-def _keep_logs(home: Path, folder: Path) -> None:
-    """What Flower's processes wrote, beside the run that did not end well."""
-    if folder.is_dir():
-        with suppress(OSError):
-            (folder / "logs").mkdir(exist_ok=True)
-            for log in home.glob("*.log"):
-                shutil.copyfile(log, folder / "logs" / log.name)
+def _keep_logs(home: Path, folder: Path, error: BaseException) -> None:
+    """What Flower's processes wrote, beside the run that did not end well; an error that names a log names that copy.
+
+    Without a run folder they are kept only for an error that names one.
+    """
+    logs = list(home.glob("*.log"))
+    named = any(str(log) in str(error) for log in logs)
+    with suppress(OSError):
+        if folder.is_dir():
+            kept = folder / "logs"
+            kept.mkdir(exist_ok=True)
+        elif named:
+            kept = Path(tempfile.mkdtemp(prefix="fedloom-logs-"))
+        else:
+            return
+        for log in logs:
+            shutil.copyfile(log, kept / log.name)
+        if named and isinstance(error, FedloomError):
+            error.args = (str(error).replace(f"{home}{os.sep}", f"{kept}{os.sep}"),)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import keyword
 import re
+import shutil
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -66,7 +69,8 @@ def write_app(config: Config, out: Path, *, name: str) -> Path:
     """Write a Flower app folder that runs a configuration on a deployed federation; returns its absolute path.
 
     name: a Python identifier in lower case of at most 32 characters, see `app_name`. The folder is complete or absent.
-    The nodes name their data themselves: `data.root` is not written.
+    The nodes name their data themselves: `data.root` is not written. A method or network of the user's own that is one
+    file beside them goes into the folder, and with it to every node.
     Raises `ConfigError` for a name or folder that cannot be used and for settings that only work on one machine.
     """
     if name != app_name(name):
@@ -77,6 +81,7 @@ def write_app(config: Config, out: Path, *, name: str) -> Path:
     project, package = name.replace("_", "-"), package_name(name)
     method, data, clients = config.method["name"], config.data.name, config.partition.clients
     about = f"{method} on {data} with {clients} client{'s' * (clients != 1)}"
+    own = own_modules(config)
     files = {
         "pyproject.toml": PYPROJECT.format(
             project=_toml(project),
@@ -85,7 +90,7 @@ def write_app(config: Config, out: Path, *, name: str) -> Path:
             about=_toml(about),
             config=_table(run_config(config, Deployment(name=project))),
         ),
-        "README.md": guide(config, project=project, about=about),
+        "README.md": guide(config, project=project, about=about, own=[path.stem for path in own]),
         ".gitignore": IGNORED,
         f"{package}/__init__.py": f'"""The app {project}."""\n',
         f"{package}/server_app.py": SHIM.format(about="What the SuperLink's machine runs.", side="server"),
@@ -95,7 +100,22 @@ def write_app(config: Config, out: Path, *, name: str) -> Path:
         (folder / package).mkdir()
         for path, text in files.items():
             (folder / path).write_bytes(text.encode())
+        for module in own:
+            shutil.copyfile(module, folder / module.name)
     return out.absolute()
+
+
+def own_modules(config: Config) -> list[Path]:
+    """Files of the user's own modules that the method and the network come from; none for what is installed."""
+    installed = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found = []
+    for value in (config.method["name"], config.model.name):
+        module, colon, _ = value.partition(":")
+        spec = importlib.util.find_spec(module) if colon and module.isidentifier() else None
+        path = Path(spec.origin) if spec is not None and spec.origin and not spec.submodule_search_locations else None
+        if path is not None and path.suffix == ".py" and not any(path.is_relative_to(root) for root in installed):
+            found.append(path)
+    return sorted(set(found))
 
 
 def app_name(text: str) -> str:

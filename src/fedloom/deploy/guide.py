@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from string import Template
 
 from fedloom import __version__
@@ -142,8 +143,8 @@ Up to 1.36 `flower-superlink` takes neither `--host` nor `--port` here: it liste
 """)
 
 
-def guide(config: Config, *, project: str, about: str) -> str:
-    """The text for an app of that name. about: what it runs, in a few words."""
+def guide(config: Config, *, project: str, about: str, own: Sequence[str] = ()) -> str:
+    """The text for an app of that name. about: what it runs, in a few words. own: modules that are in the folder."""
     clients, rooted = config.partition.clients, _has_root(config)
     blocks = spread(clients, min(NODES, clients))
     keys = [f"node-{k}" for k in range(len(blocks))]
@@ -151,7 +152,7 @@ def guide(config: Config, *, project: str, about: str) -> str:
         project=project,
         about=about,
         version=__version__,
-        needs=_needs(config, rooted),
+        needs=_needs(config, rooted, own),
         nodes=len(blocks),
         count=f"{len(blocks)} nodes" if len(blocks) > 1 else "one node",
         keys=", ".join(f"`certs/{key}`" for key in keys),
@@ -178,7 +179,7 @@ def _supernode(key: str, clients: str, rooted: bool) -> str:
     )
 
 
-def _needs(config: Config, rooted: bool) -> str:
+def _needs(config: Config, rooted: bool, own: Sequence[str]) -> str:
     """What the configuration asks of every machine."""
     name, found = config.data.name, []
     if rooted:
@@ -186,7 +187,7 @@ def _needs(config: Config, rooted: bool) -> str:
     elif ":" in name:
         found.append(f"the data set at `{name.partition(':')[2]}`")
     for what, value in (("method", config.method["name"]), ("network", config.model.name)):
-        if ":" in value:
+        if ":" in value and value.partition(":")[0] not in own:
             found.append(f"the {what} `{value}`, importable: install its package")
     if config.model.weights is not None:
         found.append(f"the initial weights at `{config.model.weights}`")

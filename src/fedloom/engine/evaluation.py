@@ -115,7 +115,7 @@ def _clients(
     lose: Callable[[str], None] | None,
 ) -> dict[str, Any]:
     """Accuracy per client under its own label mix; a client's own view is evaluated only where it has one."""
-    own = list(own_views(progress, down))
+    own = list(own_views(experiment, progress, down))
     views = _measure(experiment, force, stage, own, tasks, progress, down, stop, lose) if own else {}
     lost = set(own) - views.keys()
     accuracies, sizes = [], []
@@ -127,9 +127,11 @@ def _clients(
     return spread(np.array(accuracies), np.array(sizes)).metrics()
 
 
-def own_views(progress: Progress, down: Callable[[ClientId | None], Payload]) -> Iterator[ClientId]:
+def own_views(
+    experiment: Experiment, progress: Progress, down: Callable[[ClientId | None], Payload]
+) -> Iterator[ClientId]:
     """Clients that have taken part and whose view is not the global one: they keep a state or are sent another."""
-    for client in progress.served:
+    for client in progress.served if experiment.method.personal else ():
         if client in progress.versions or not _same_view(down(client), down(None)):
             yield client
 

@@ -98,7 +98,7 @@ class Loop:
             ctx = self.force.runtime.context(last, exchange="evaluate", client=client)
             return self.experiment.method.send(self.server, client, ctx)
 
-        views = (Probe(k, last, 0, 0, 0, versions.get(k), 0) for k in own_views(self.progress, down))
+        views = (Probe(k, last, 0, 0, 0, versions.get(k), 0) for k in own_views(self.experiment, self.progress, down))
         self.force.deliver(views, down)
 
     def _rescue(self) -> None:

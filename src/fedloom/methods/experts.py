@@ -108,6 +108,7 @@ class PooledFedAvg(FedAvg):
     mix: Mix = field(default_factory=MixLogits)
     merge: PoolMerge = MergeByClient()
 
+    personal: ClassVar[bool] = False
     reveals: ClassVar[Mapping[str, str]] = {
         **FedAvg.reveals,
         "usage": "how often the client's samples used each expert",

@@ -36,6 +36,7 @@ class FedAvg(Method):
     uniform: bool = False
     buffers: str = "mean"
 
+    personal: ClassVar[bool] = False
     reveals: ClassVar[Mapping[str, str]] = {
         "params": "a model trained on the client's data: open to gradient inversion and membership inference",
         "buffers": "mean and variance of the client's activations",

@@ -82,6 +82,7 @@ class Scaffold(Method):
 
     local: LocalSGD
     server_lr: float = 1.0
+    personal: ClassVar[bool] = False
     reveals: ClassVar[Mapping[str, str]] = {
         "params": "a model trained on the client's data",
         "buffers": "activation statistics of the client's data",

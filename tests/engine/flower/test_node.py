@@ -240,7 +240,7 @@ def test_whatever_goes_wrong_on_a_node_is_answered(tmp_path: Path, capsys: pytes
     here = node(tmp_path)
     assert answer(lambda context: here, {"ask": "hello", "run": RUN})["hosted"] == [0, 2]
     assert "does not know" in answer(lambda context: here, {"ask": "sing", "run": RUN})["refused"]
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.count("\n") == 1, "the node's own log has the sentence too"
     assert answer(lambda context: 1 / 0, {"ask": "hello"})["refused"] == "ZeroDivisionError: division by zero"
     assert answer(lambda context: here, {"ask": "work", "run": RUN})["refused"] == "KeyError: 'todo'"
     assert "ZeroDivisionError" in capsys.readouterr().err

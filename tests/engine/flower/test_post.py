@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import RecordDict
 
-from fedloom.core import RunError
+from fedloom.core import Interrupted, RunError
 from fedloom.engine.flower import post as module
 from fedloom.engine.flower.compat import identify
 from fedloom.engine.flower.post import Post, content_of
@@ -125,3 +125,14 @@ def test_an_error_is_told_by_its_last_line():
     assert content_of(failed(None)) == content_of(failed(" \n")) == "Flower's error 3"
     content = RecordDict()
     assert content_of(SimpleNamespace(has_error=lambda: False, content=content)) is content
+
+
+def test_a_run_that_was_stopped_through_flower_is_no_fault_of_the_superlink():
+    class Stopped(Grid):
+        def get_node_ids(self) -> Iterable[Any]:
+            error = OSError("401 Unauthorized")
+            error.response = SimpleNamespace(status_code=401)  # type: ignore[attr-defined]
+            raise error
+
+    with pytest.raises(Interrupted, match="Flower has ended the run"):
+        Post(Stopped()).online()

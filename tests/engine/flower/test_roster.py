@@ -134,8 +134,13 @@ def test_a_node_that_cannot_take_part_is_told_why(kind: str, tmp_path: Path, mon
     monkeypatch.setattr(module, "GRACE", 0.0)
     said, words = REFUSALS[kind]
     found, notes = roster(tmp_path, Hall(n1=said, n2=says(1, 2)))
-    found.gather(60.0, strict=False)
+    with pytest.raises(ConfigError, match="0, 3 of 4 clients have no node") as some:
+        found.gather(60.0, strict=False)
+    assert words in str(some.value)
     assert found.homes() == {1: 2, 2: 2}
+    whole, _ = roster(tmp_path, Hall(n1=said, n2=says(0, 1, 2, 3)))
+    whole.gather(60.0, strict=False)
+    assert len(whole.homes()) == 4, "a node that nobody needs does not matter"
     assert "cannot take part: " in notes[0] and words in notes[0]
     alone, _ = roster(tmp_path, Hall(n1=said))
     with pytest.raises(ConfigError, match="no client at all has joined") as caught:
@@ -182,7 +187,8 @@ def test_a_client_that_two_nodes_claim_stays_where_it_is(tmp_path: Path):
     found, notes = roster(tmp_path, hall)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "GRACE", 0.0)
-        found.gather(60.0, strict=False)
+        with pytest.raises(ConfigError, match=r"client 1 is hosted by 'at home of \(0, 1\)' already"):
+            found.gather(60.0, strict=False)
     assert found.homes() == {0: 1, 1: 1}
     words = "'at home of (1, 2, 3)' cannot take part: client 1 is hosted by 'at home of (0, 1)' already"
     assert notes[0] == f"{words}; give every client to one node"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -108,7 +110,7 @@ def test_a_fork_that_ends_leaves_no_children(line: str, tmp_path: Path) -> None:
     assert ask(line, "leaves", tmp_path, tmp_path / "out") == 0
     fork, far = map(int, (tmp_path / "pids").read_text().split())
     assert not alive(fork)
-    assert not alive(far)
+    until(lambda: not alive(far))
 
 
 @pytest.mark.parametrize("settled", [True, False])
@@ -141,6 +143,33 @@ def test_without_a_warm_process_the_real_command_runs(tmp_path: Path) -> None:
     command = [str(tmp_path / "stand ins" / "flwr-x"), "a b", "$HOME"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert (done.stdout, done.returncode) == ("real a b $HOME\n", 4)
+
+
+@pytest.mark.parametrize("said", [b"", b"?"])
+def test_who_cannot_begin_leaves_it_to_the_asker(said: bytes, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+
+    def refuse(door: socket.socket) -> None:
+        line = door.accept()[0]
+        with line:
+            line.recv(4096)
+            line.sendall(said)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(path)
+        door.listen()
+        thread = threading.Thread(target=refuse, args=(door,))
+        thread.start()
+        assert standin.ask(path, {"command": ["x"]}) is None
+        thread.join()
+
+
+def test_a_request_that_does_not_arrive_stops_nobody(line: str, tmp_path: Path) -> None:
+    for sent in (b"", b"\x05", (3).to_bytes(8, "little") + b"{x}"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+            other.connect(line)
+            other.sendall(sent)
+    assert ask(line, "told", tmp_path, tmp_path / "out", "7") == 7
 
 
 def test_stand_ins_reach_the_warm_process(line: str, tmp_path: Path) -> None:

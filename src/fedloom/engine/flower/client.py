@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 import traceback
 from collections.abc import Callable
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedloom.core import FedloomError
@@ -23,13 +25,20 @@ def client_app(node_of: Callable[[Context], Node]) -> ClientApp:
         try:
             content = node_of(context).answer(asked.content)
         except FedloomError as error:
-            content = message({"refused": str(error)}, {})
+            content = _refusal(context, str(error))
         except Exception as error:  # a method's own code, or a machine that is not as it should be
             traceback.print_exc()
-            content = message({"refused": f"{type(error).__name__}: {error}"}, {})
+            content = _refusal(context, f"{type(error).__name__}: {error}")
         return Message(content, reply_to=asked)
 
     app = ClientApp()
     for register in (app.train, app.evaluate, app.query):
         register()(answer)
     return app
+
+
+def _refusal(context: Context, reason: str) -> RecordDict:
+    """The reply of a node that cannot do as it is asked; said on the node too."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    name = str(context.node_config.get("name", f"{socket.gethostname()} (node {context.node_id})"))
+    return message({"refused": reason, "name": name}, {})

@@ -262,7 +262,7 @@ class Federation:
         """Whether a SuperLink comes up, or ends; `RunError` when it stays mute or cannot be trusted."""
         deadline = time.monotonic() + self._patience
         todo, apart = {ports.fleet, ports.control}, (1, 35) <= self._version < (1, 37)
-        while (todo or (apart and not opened(link.said(), ports.runtime))) and not link.broken():
+        while (todo or (apart and not opened(link.said(), ports.runtime))) and link.code is None:
             if time.monotonic() > deadline:
                 raise RunError(f"{LINK} does not answer after {self._patience:g} s; its log is {link.log}")
             try:
@@ -275,7 +275,7 @@ class Federation:
                 raise RunError(f"{self._certificate}: {cause(str(error), None)}") from error
             except OSError:
                 time.sleep(0.05)
-        return not link.broken()
+        return link.code is None
 
     def _launch(self, k: int) -> None:
         node = self.nodes[k]

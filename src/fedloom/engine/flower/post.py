@@ -9,9 +9,10 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedloom.core import RunError
+from fedloom.core import Interrupted, RunError
 from fedloom.engine.flower.wire import weigh
 
+UNAUTHORIZED = 401  # what the SuperLink says to the app of a run that was stopped
 NAPS = (0.02, 0.3)  # shortest and longest pause between two looks for replies, in seconds
 
 
@@ -71,6 +72,8 @@ class Post:
         try:
             return list(function(*arguments))
         except Exception as error:  # whatever the transport below raises when the other side is gone
+            if getattr(getattr(error, "response", None), "status_code", None) == UNAUTHORIZED:
+                raise Interrupted("Flower has ended the run, or the SuperLink was started again") from error
             raise RunError(
                 f"the SuperLink does not answer ({type(error).__name__}: {error}); start it again and resume the run"
             ) from error

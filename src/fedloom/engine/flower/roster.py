@@ -49,8 +49,8 @@ class Roster:
     def gather(self, seconds: float, strict: bool) -> None:
         """Wait until every client has a node, at most so long.
 
-        Raises `ConfigError` when nobody has come, when two nodes claim a client, or with `strict` when a client
-        is missing; otherwise missing clients are told, and fail when they are drawn.
+        Raises `ConfigError` when nobody has come, and when a client is missing although a node was refused (another
+        client's, or other data), or with `strict`; otherwise missing clients are told, and fail when they are drawn.
         """
         began, quiet = time.monotonic(), time.monotonic()
         while self.missing():
@@ -143,7 +143,7 @@ class Roster:
         if not missing:
             return
         causes = "".join(f"; {reason}" for reason in list(self.refused.values())[:3])
-        if strict or len(missing) == self._total:
+        if strict or causes or len(missing) == self._total:
             what = f"{_listed(missing)} of {self._total} clients" if len(missing) < self._total else "no client at all"
             lack = "have no node" if len(missing) < self._total else "has joined"
             raise ConfigError(f"{what} {lack} (engine.join is {seconds:g} s){causes}; start their nodes and try again")

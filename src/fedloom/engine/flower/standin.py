@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HEAD = 8  # bytes of a request's length
+BEGUN = b"+"
 
 
 def ask(path: str, request: Mapping[str, Any], files: Sequence[int] = (), patience: float | None = None) -> int | None:
-    """Have a request served and return its exit code: 1 when the warm process is killed meanwhile, None without one.
+    """Have a request served and return its exit code: 1 when the warm process is killed meanwhile.
 
-    files: descriptors that the fork gets as its standard input, output and error. patience: seconds until its work is
-    given up with `TimeoutError`.
+    Returns None when nothing has been begun: nobody serves there, or who serves could not fork. files: descriptors
+    that the fork gets as its standard input, output and error. patience: seconds until its work is given up with
+    `TimeoutError`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(patience)
@@ -34,6 +36,11 @@ def ask(path: str, request: Mapping[str, Any], files: Sequence[int] = (), patien
         try:
             line.sendmsg([len(body).to_bytes(HEAD, "little")], passed)
             line.sendall(body)
+            if line.recv(len(BEGUN)) != BEGUN:
+                return None
+        except ConnectionError:
+            return None
+        try:
             answer = line.recv(1)
         except ConnectionError:
             answer = b""

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.engine.flower.keeper import bell_for, descendants
-from fedloom.engine.flower.standin import HEAD
+from fedloom.engine.flower.standin import BEGUN, HEAD
 
 Job = Callable[[], Any]
-PATIENCE = 5.0  # seconds for a request to arrive once it has begun
+PATIENCE = 10.0  # seconds for a request to arrive once it has begun
 
 
 class Server:
@@ -63,7 +63,8 @@ class Server:
         line = self._door.accept()[0]
         try:
             request, files = _read(line)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:  # who asked sees to it by other means
+            print(f"a request has not arrived: {type(error).__name__}: {error}", file=sys.stderr)
             line.close()
             return None
         if request:
@@ -71,7 +72,7 @@ class Server:
         gone = select.select(list(self._lines.values()), [], [], 0)[0]
         self._end([pid for pid, line in self._lines.items() if line in gone])
         with line, suppress(ConnectionError):
-            line.sendall(b"\0")
+            line.sendall(BEGUN + b"\0")
         return None
 
     def _fork(self, line: socket.socket, request: dict[str, Any], files: Sequence[int]) -> Job | None:
@@ -82,6 +83,8 @@ class Server:
             for file in files:
                 os.close(file)
             self._lines[pid] = line
+            with suppress(ConnectionError):
+                line.sendall(BEGUN)
             return None
         os.setsid()
         signal.set_wakeup_fd(-1)
