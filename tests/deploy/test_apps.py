@@ -125,6 +125,8 @@ def test_an_error_that_nobody_foresaw_is_recorded_too(tmp_path: Path) -> None:
         ({}, 'names no clients; add clients="0-4"'),
         ({"clients": "0-9"}, "there is no client 9; the run has 2, numbered from 0 to 1"),
         ({"clients": "0", "data_root": "/x"}, "unknown key 'data_root'. Did you mean 'data-root'?"),
+        ({"clients": "0", "state-root": ""}, "state-root must be a text in double quotes, got ''"),
+        ({"clients": "0", "state-root": True}, "state-root must be a text in double quotes, got True"),
         ({"clients": "0", "device": "tpu"}, "engine.device must be auto, cpu, cuda, cuda:N or mps"),
     ],
 )

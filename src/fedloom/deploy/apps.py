@@ -160,6 +160,9 @@ def node_of(flat: Mapping[str, Any], given: Mapping[str, Any]) -> Node:
     for key in given:
         if key not in (*NODE_CONFIG, *OF_FLOWER):
             raise ConfigError(f"--node-config: {unknown('key', str(key), NODE_CONFIG)}")
+    for key in ("data-root", "state-root", "device", "name"):
+        if key in given and not (isinstance(given[key], str) and str(given[key]).strip()):
+            raise ConfigError(f"--node-config: {key} must be a text in double quotes, got {shown(given[key])}")
     config, _ = read_run_config(flat)
     if "clients" not in given:
         raise ConfigError('--node-config names no clients; add clients="0-4", the logical clients of this node')

@@ -230,7 +230,8 @@ class Loop:
             tell = self.folder.log if cause in self.told else self.audience.note  # once is enough on the screen
             tell(f"{where} failed: {failure.reason}")
             self.told.add(cause)
-            self.folder.log(failure.trace)
+            if failure.trace:
+                self.folder.log(failure.trace)
             if failure.fatal:
                 raise RunError(failure.reason)
         if failures and self.options.on_client_failure == "fail":

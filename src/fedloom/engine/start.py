@@ -36,7 +36,8 @@ def carry_out(
     if options.runtime == "deployment":
         raise ConfigError(
             "engine.runtime deployment is started through Flower: write the app with `fedloom deploy`, then `flwr run` "
-            "it; to continue a run set run.out and run.resume=true, or give `fedloom deploy local-demo` --out and --resume"
+            "it; to continue a run set run.out and run.resume=true, or give `fedloom deploy local-demo` both --out "
+            "and --resume"
         )
     from fedloom.engine.flower import inprocess
 

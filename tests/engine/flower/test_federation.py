@@ -246,7 +246,9 @@ def test_a_killed_node_is_missed_and_comes_back(made: Callable[..., Federation],
     out = tmp_path / "out"
     with made() as running:
         run = running.submit(app, {"hold": 4.0, "out": str(out)})
-        until(lambda: all((tmp_path / f"begun {k}").exists() for k in range(2)))
+        begun = [tmp_path / f"begun {k}" for k in range(2)]
+        until(lambda: all(path.exists() for path in begun) or running.status(run).startswith("finished"))
+        assert all(path.exists() for path in begun), running.log(run)
         before = set(left(running.home))
         running.kill_node(0)
         assert not [pid for pid in left(running.home) if _folder(pid) == str(running.home / "node-0")]
@@ -272,7 +274,8 @@ def test_a_killed_superlink_comes_back_with_its_nodes(
     out = tmp_path / "out"
     with made() as running:
         run = running.submit(app, {"hold": 3.0, "rounds": 50, "out": str(out)})
-        until(out.exists)
+        until(lambda: out.exists() or running.status(run).startswith("finished"))
+        assert out.exists(), running.log(run)
         running.kill_link()
         assert not [pid for pid in left(running.home) if _folder(pid) == str(running.home / "superlink")]
         with pytest.raises(RunError, match="the SuperLink is not running; its log is"):
