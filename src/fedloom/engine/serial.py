@@ -159,16 +159,19 @@ def recipe(experiment: Experiment, workers: int) -> bytes:
 
     Raises `ConfigError` when several workers are asked for and the experiment cannot be sent to them.
     """
-    if workers == 1:
-        return b""
+    return b"" if workers == 1 else sendable(experiment, "engine.workers", workers, "set engine.workers to 1")
+
+
+def sendable(experiment: Experiment, field: str, value: object, mend: str) -> bytes:
+    """The experiment's `rebuild` for another process; `ConfigError` naming the field that asks for one."""
     if experiment.rebuild is None:
-        raise ConfigError(f"engine.workers is {workers}, but {experiment.why_not}; set engine.workers to 1")
+        raise ConfigError(f"{field} is {value}, but {experiment.why_not}; {mend}")
     try:
         return pickle.dumps(experiment.rebuild)
     except Exception as error:  # pickle raises many kinds
         raise ConfigError(
-            f"engine.workers needs an experiment that can be sent to other processes ({error}); "
-            "set engine.workers to 1, or pass module-level functions instead of lambdas"
+            f"{field} {value} needs an experiment that can be sent to other processes ({error}); "
+            f"{mend}, or pass module-level functions instead of lambdas"
         ) from error
 
 

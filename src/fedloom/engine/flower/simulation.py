@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import secrets
 import signal
 import subprocess
@@ -30,8 +29,9 @@ from fedloom.engine.flower.server import hire
 from fedloom.engine.flower.wire import header
 from fedloom.engine.folder import RunFolder
 from fedloom.engine.loop import run as train
-from fedloom.engine.serial import receive, send
+from fedloom.engine.serial import receive, send, sendable
 
+MEND = "set engine.runtime to grid"
 SHARE = 4  # nodes per worker, so that workers stay busy although nodes hold unequally much
 LONGEST = 30  # characters of a folder for temporary files that leave room for the names of Ray's sockets
 PATIENCE = 20.0  # seconds for Ray to stop before it is killed
@@ -49,7 +49,7 @@ def run(
     `options.workers` processes work at a time; results do not depend on their number. Raises `ConfigError` when the
     experiment cannot be sent to them or Ray cannot start, `RunError` when the simulation ends before the run does.
     """
-    recipe, total = _recipe(experiment), experiment.plan.num_clients
+    recipe, total = sendable(experiment, "engine.runtime", "simulation", MEND), experiment.plan.num_clients
     blocks = spread(total, min(total, SHARE * options.workers))
     log, root = folder.path / "flower.log", folder.path / "nodes" / "all"
     settings = {"blocks": blocks, "actors": min(len(blocks), options.workers), "root": str(root), "log": str(log)}
@@ -58,24 +58,10 @@ def run(
             return train(experiment, options, folder, observers, functools.partial(hire, simulation, card))
         except RunError as error:
             if simulation.refused:
-                raise ConfigError(f"{simulation.refused}; mend that, or set engine.runtime to grid") from error
+                raise ConfigError(f"{simulation.refused}; mend that, or {MEND}") from error
             if simulation.lost:
                 raise RunError(f"Flower's simulation ended before the run did; see '{log}', and resume it") from error
             raise
-
-
-def _recipe(experiment: Experiment) -> bytes:
-    """What another process needs to make the same experiment."""
-    mend = "set engine.runtime to grid"
-    if experiment.rebuild is None:
-        raise ConfigError(f"engine.runtime is simulation, but {experiment.why_not}; {mend}")
-    try:
-        return pickle.dumps(experiment.rebuild)
-    except Exception as error:  # pickle raises many kinds
-        raise ConfigError(
-            f"engine.runtime simulation needs an experiment that can be sent to other processes ({error}); {mend}, "
-            "or pass module-level functions instead of lambdas"
-        ) from error
 
 
 @contextmanager
