@@ -26,6 +26,12 @@ def carry_out(
         from fedloom.engine.loop import run
 
         return run(experiment, options, folder, observers)
+    if options.runtime == "deployment":
+        raise ConfigError(
+            "engine.runtime deployment is started through Flower: write the app with `fedloom deploy`, then `flwr run` "
+            "it; to continue a run set run.out and run.resume=true, or give `fedloom deploy local-demo` both --out "
+            "and --resume"
+        )
     from fedloom.engine.flower.compat import require
 
     require(ray=options.runtime == "simulation")
@@ -33,12 +39,6 @@ def carry_out(
         from fedloom.engine.flower import simulation
 
         return simulation.run(experiment, options, folder, observers, card)
-    if options.runtime == "deployment":
-        raise ConfigError(
-            "engine.runtime deployment is started through Flower: write the app with `fedloom deploy`, then `flwr run` "
-            "it; to continue a run set run.out and run.resume=true, or give `fedloom deploy local-demo` both --out "
-            "and --resume"
-        )
     from fedloom.engine.flower import inprocess
 
     return inprocess.run(experiment, options, folder, observers, card)
