@@ -9,7 +9,6 @@ from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from fedloom.engine.experiment import Experiment, Observer, Options
 from fedloom.engine.flower.client import client_app
@@ -45,8 +44,11 @@ def _always(node: Node, context: Context) -> Node:
     return node
 
 
-class InProcessGrid(Grid):
-    """A grid whose nodes live in this process; a message is answered when its reply is asked for."""
+class InProcessGrid:
+    """As much of a `Grid` as a `Post` needs, with nodes in this process.
+
+    A message is answered when its reply is asked for.
+    """
 
     def __init__(self, apps: Mapping[int, ClientApp]):
         self._apps = dict(apps)
@@ -54,20 +56,6 @@ class InProcessGrid(Grid):
         self._mail: dict[str, Message] = {}
         self._numbers = itertools.count(1)
         identify(RUN, 0)
-
-    def set_run(self, run: Any) -> None:
-        """Nothing to set: there is one run."""
-
-    @property
-    def run(self) -> Any:
-        """No record of a run is kept here."""
-        raise NotImplementedError
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """A message to a node."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
         """Every node."""
@@ -90,8 +78,3 @@ class InProcessGrid(Grid):
                 node = message.metadata.dst_node_id
                 return [self._apps[node](message, self._contexts[node])]
         return []
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Push messages and answer all of them."""
-        numbers = self.push_messages(messages)
-        return [reply for _ in numbers for reply in self.pull_messages(numbers)]
