@@ -131,3 +131,14 @@ def test_uploads_are_compared_with_what_the_server_holds():
             check_like({"p": up}, server)
     with pytest.raises(PayloadError, match="dtype"):
         check_like({"p": {"w": torch.ones(2).double()}}, server, ragged=("p",))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bfloat16, torch.complex64])
+def test_class_rows_of_any_dtype_come_back(dtype: torch.dtype):
+    start = torch.zeros(4, 3).to(dtype)
+    moved = torch.arange(12.0).reshape(4, 3).to(dtype)
+    rows, seen = {("f", "w"): 0}, [0, 2]
+    back = widen(narrow({"f": {"w": moved}}, rows, seen), rows, seen, {"f": {"w": start}})["f"]["w"]
+    assert back.dtype == dtype
+    whole = [raw_bytes(tensor).reshape(4, -1) for tensor in (back, moved, start)]
+    assert torch.equal(whole[0][[0, 2]], whole[1][[0, 2]]) and torch.equal(whole[0][[1, 3]], whole[2][[1, 3]])

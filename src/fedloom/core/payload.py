@@ -20,6 +20,7 @@ from fedloom.core.tree import Tensors
 Payload = Mapping[str, Tensors]
 ClassRows = Mapping[tuple[str, str], int]
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by width in bytes
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and kernels pick other paths for less
 
 
@@ -77,26 +78,39 @@ def nbytes(payload: Payload, rows: ClassRows | None = None, seen: Collection[int
 
 def narrow(payload: Payload, rows: ClassRows, seen: Sequence[int]) -> dict[str, dict[str, Tensor]]:
     """Keep only the rows of the seen classes in tensors that have class rows."""
-    idx = torch.tensor(list(seen), dtype=torch.long)
 
     def cut(field: str, name: str, tensor: Tensor) -> Tensor:
         dim = rows.get((field, name))
-        return tensor if dim is None else tensor.index_select(dim, idx.to(tensor.device))
+        return tensor if dim is None else take_rows(tensor, dim, seen)
 
     return {f: {n: cut(f, n, t) for n, t in tree.items()} for f, tree in payload.items()}
 
 
 def widen(payload: Payload, rows: ClassRows, seen: Sequence[int], fill: Payload) -> dict[str, dict[str, Tensor]]:
     """Undo `narrow`: unseen rows are taken from `fill` (their initial values, known to both sides)."""
-    idx = torch.tensor(list(seen), dtype=torch.long)
 
     def grow(field: str, name: str, tensor: Tensor) -> Tensor:
         dim = rows.get((field, name))
-        if dim is None:
-            return tensor
-        return fill[field][name].detach().clone().index_copy_(dim, idx.to(tensor.device), tensor)
+        return tensor if dim is None else put_rows(fill[field][name], dim, seen, tensor)
 
     return {f: {n: grow(f, n, t) for n, t in tree.items()} for f, tree in payload.items()}
+
+
+def take_rows(tensor: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
+    """Some rows of a tensor, of any dtype."""
+    return tensor.detach().index_select(dim, torch.tensor(list(rows), dtype=torch.long, device=tensor.device))
+
+
+def put_rows(start: Tensor, dim: int, rows: Sequence[int], values: Tensor) -> Tensor:
+    """A copy of `start` with some rows replaced, of any dtype."""
+    whole, idx = start.detach().clone(), torch.tensor(list(rows), dtype=torch.long, device=values.device)
+    _bits(whole).index_copy_(dim, idx, _bits(values))
+    return whole
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Integers of the same width: torch can copy rows of all of these, and not of every other type."""
+    return tensor.view(INTEGERS.get(tensor.element_size(), tensor.dtype))
 
 
 def is_finite(tensor: Tensor) -> bool:

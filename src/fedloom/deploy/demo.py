@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, Interrupted, RunError
 
 if TYPE_CHECKING:
-    from fedloom.build import Built
     from fedloom.deploy.events import Follower
     from fedloom.engine.experiment import Observer
     from fedloom.engine.flower.federation import Federation, NodeSpec
@@ -59,8 +58,8 @@ def run_demo(
     require()
     name, base = resolve_source(recipe)
     config = resolve(base, layer)
-    built = build(resolve(config.as_dict(), {"engine": {"name": "flower", "runtime": "deployment", "workers": 1}}))
     deployed(config)
+    build(config)  # refuses, before anything is started, what the server would refuse
     if resume and out is None:
         raise ConfigError("--resume continues the run in --out; name its folder")
     folder = (checked_path("--out", out) if out is not None else new_folder(name)).expanduser().absolute()
@@ -74,7 +73,7 @@ def run_demo(
         settings = {"run.out": str(folder), "run.resume": resume, "run.events": str(home / "events.jsonl")}
         if config.data.root is not None:
             settings["data.root"] = str(Path(config.data.root).expanduser().absolute())
-        return _supervise(home, built, nodes, folder, app, settings, observers)
+        return _supervise(home, config.partition.clients, nodes, folder, app, settings, observers)
     finally:
         os.environ.pop("PYTHONPATH")
         if before is not None:
@@ -108,7 +107,7 @@ def _check_folder(folder: Path, nodes: int, resume: bool) -> None:
 
 def _supervise(
     home: Path,
-    built: Built,
+    clients: int,
     nodes: int,
     folder: Path,
     app: Path,
@@ -120,7 +119,7 @@ def _supervise(
     from fedloom.engine.flower.federation import Federation
 
     certificates = make_certificates(home / "certs", nodes=nodes, days=30)
-    specs = _specs(built.config.partition.clients, certificates.node_keys, folder, settings.get("data.root"))
+    specs = _specs(clients, certificates.node_keys, folder, settings.get("data.root"))
 
     def note(text: str) -> None:
         for observer in observers:

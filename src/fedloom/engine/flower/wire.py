@@ -23,11 +23,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fedloom.core import Payload, PayloadError
-from fedloom.core.payload import ClassRows, canonical, raw_bytes
+from fedloom.core.payload import INTEGERS, ClassRows, canonical, put_rows, raw_bytes, take_rows
 
 PROTOCOL = 1  # of what crosses the wire; both sides must speak the same
 HEADER, NPY = "fedloom", "numpy.ndarray"
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 with warnings.catch_warnings():  # torch warns once about views of bytes (ours are only read) and of half complex
     warnings.simplefilter("ignore")
@@ -50,9 +49,9 @@ class Cut(NamedTuple):
         others = [k for k in range(tensor.shape[dim]) if k not in self.seen]
         if not others or not all(0 <= k < tensor.shape[dim] for k in self.seen):
             return None
-        if not torch.equal(raw_bytes(_rows(tensor, dim, others)), raw_bytes(_rows(start, dim, others))):
+        if not torch.equal(raw_bytes(take_rows(tensor, dim, others)), raw_bytes(take_rows(start, dim, others))):
             return None
-        return _rows(tensor, dim, self.seen)
+        return take_rows(tensor, dim, self.seen)
 
     def widen(self, field: str, name: str, tensor: Tensor) -> Tensor:
         """Put the rows back; `PayloadError` when they do not fit."""
@@ -64,9 +63,7 @@ class Cut(NamedTuple):
             raise PayloadError(
                 f"'{field}/{name}' has {tensor.dtype} of shape {tuple(tensor.shape)}, expected {start.dtype} of {want}"
             )
-        whole, idx = start.clone(), torch.tensor(list(self.seen), dtype=torch.long)
-        _bits(whole).index_copy_(dim, idx, _bits(tensor))
-        return whole
+        return put_rows(start, dim, self.seen, tensor)
 
 
 class Packer:
@@ -201,15 +198,6 @@ def _decode(data: bytes, dtype: str | None) -> Tensor:
     if flat.data_ptr() % target.itemsize:
         flat = flat.clone()
     return flat.view(target).reshape(shape)
-
-
-def _rows(tensor: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
-    return tensor.detach().index_select(dim, torch.tensor(list(rows), dtype=torch.long, device=tensor.device))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Integers of the same width: torch can copy rows of all of these, and not of every other type."""
-    return tensor.view(INTEGERS.get(tensor.element_size(), tensor.dtype))
 
 
 @functools.cache
