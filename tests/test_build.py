@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fedloom import build as build_module
 from fedloom.build import build, device, experiment, experiment_from_dict, method, visits
 from fedloom.config import resolve
 from fedloom.core.errors import ConfigError, DataError
-from fedloom.methods import load, names, presets, summaries
+from fedloom.methods import ablations, fedprox, load, names, presets, summaries
 from fedloom.own_model import identity, own_spec
 
 DIGITS = {
@@ -163,6 +164,9 @@ def test_workers_auto_is_one_for_short_runs_and_all_cores_for_long_ones(monkeypa
     long = {"training": {"rounds": 1_000_000}}
     assert build(resolve(DIGITS, long)).options.workers == 8
     assert build(resolve(DIGITS, long, {"engine": {"threads": 2}})).options.workers == 4
+    alone = {"partition": {"kind": "iid", "clients": 1}}
+    assert build(resolve(DIGITS, long, alone)).options.workers == 1, "one client leaves nothing to share"
+    assert build(resolve(DIGITS, long, {"method": "joint"})).options.workers == 1
 
 
 def test_visits_counts_examples() -> None:
@@ -172,12 +176,28 @@ def test_visits_counts_examples() -> None:
     assert visits(one.config, one.experiment.plan) == pytest.approx(2 * 3 * len(made.source.y_train) / 3)
 
 
+def test_a_view_of_the_plan_costs_what_the_plan_does() -> None:
+    made, plain = (build(resolve(DIGITS, {"method": name})) for name in ("joint", "fedavg"))
+    assert made.experiment.plan.num_clients == 1 and plain.experiment.plan.num_clients == 3
+    assert visits(made.config, made.experiment.plan) == visits(plain.config, plain.experiment.plan) > 0
+
+
 def test_methods_are_the_files_of_the_package() -> None:
     assert {"fedavg", "fedprox", "fedfmx"} <= set(names())
     assert [name for name, _ in summaries()] == names()
     assert all(about for _, about in summaries())
     assert load("fedprox").__name__ == "fedprox"
-    assert "paper" in presets("fedavg")
+    assert "paper" in presets("fedavg") and ablations("fedavg") == {}
+
+
+@pytest.mark.parametrize(("attribute", "find"), [("PRESETS", presets), ("ABLATIONS", ablations)])
+def test_what_a_module_declares_must_be_options_by_name(
+    attribute: str, find: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ({"one": 3}, ["one"]):
+        monkeypatch.setattr(fedprox, attribute, value, raising=False)
+        with pytest.raises(ConfigError, match=f"'fedprox': {attribute} of its module must map names to mappings"):
+            find("fedprox")
 
 
 def test_a_method_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +208,7 @@ def test_a_method_outside_the_package(tmp_path: Path, monkeypatch: pytest.Monkey
         from fedloom.local import LocalSGD
 
         PRESETS = {"paper": {}, "loud": {"volume": 11}}
+        ABLATIONS = {"silent": {"volume": 0}}
 
         @dataclass(frozen=True)
         class Mine(FedAvg):
@@ -209,6 +230,7 @@ def test_a_method_outside_the_package(tmp_path: Path, monkeypatch: pytest.Monkey
     tree = resolve({"method": {"name": "mine:factory", "preset": "loud"}})
     assert tree.method == {"name": "mine:factory", "preset": "loud", "volume": 11}
     assert method(tree).volume == 11
+    assert ablations("mine:factory") == {"silent": {"volume": 0}}
     assert method(resolve({"method": {"name": "mine:Mine", "volume": 4}})).volume == 4
     for name, sentence in (
         ("mine:nope", "module 'mine' has no attribute 'nope'"),

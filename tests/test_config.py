@@ -298,6 +298,8 @@ def test_recipes_keep_their_promises() -> None:
 def test_unknown_recipe_and_file(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"unknown recipe 'quikstart'. Did you mean 'quickstart'\?"):
         resolve_source("quikstart")
+    with pytest.raises(ConfigError, match=r"unknown recipe 'fedfmx/table1-cifar10-dl'. Did you mean"):
+        resolve_source("fedfmx/table1-cifar10-dl")
     with pytest.raises(ConfigError, match="does not exist"):
         resolve_source(str(tmp_path / "nope.yaml"))
     (tmp_path / "list.yaml").write_text("- 1\n")
@@ -310,6 +312,49 @@ def test_unknown_recipe_and_file(tmp_path) -> None:
     assert resolve_source(str(tmp_path / "empty.yaml")) == ("empty", {})
     with pytest.raises(ConfigError, match="is a folder"):
         resolve_source(f"{tmp_path}/")
+
+
+def test_a_file_goes_over_its_base(tmp_path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "low.yaml").write_text("base: quickstart\ntraining.rounds: 3\npartition: {alpha: 0.1}\n")
+    top = tmp_path / "sub" / "top.yaml"
+    top.write_text("base: ../low.yaml\nmethod: fedavg\npartition: {kind: iid}\ntraining: {rounds: 2}\n")
+    name, layer = resolve_source(str(top))
+    tree, quick = resolve(layer), resolve(resolve_source("quickstart")[1])
+    assert name == "top" and tree.method["name"] == "fedavg" and tree.partition.kind == "iid"
+    assert tree.training == quick.training.model_copy(update={"rounds": 2}), "values of both bases, the file's own last"
+    assert resolve(resolve_source(str(tmp_path / "low.yaml"))[1]).partition.alpha == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("base: 3", "must be a recipe's name or the path of a YAML file, got 3"),
+        ("base: quikstart", r"unknown recipe 'quikstart'. Did you mean 'quickstart'\?"),
+        ("base: gone.yaml", "is 'gone.yaml', which does not exist"),
+        ("base: own.yaml", "leads back to"),
+        ("base: other.yaml", "leads back to"),
+    ],
+)
+def test_a_base_that_cannot_be_is_refused(text: str, told: str, tmp_path) -> None:
+    (tmp_path / "other.yaml").write_text("base: own.yaml\n")
+    (tmp_path / "own.yaml").write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match=told):
+        resolve_source(str(tmp_path / "own.yaml"))
+
+
+def test_recipes_of_table_1_hold_the_papers_protocol() -> None:
+    names = [name for name in recipe_names() if name.startswith("fedfmx/table1-")]
+    assert len(names) == 14
+    for name in names:
+        tree = resolve(resolve_source(name)[1])
+        assert (tree.partition.clients, tree.training.cohort, tree.training.local_epochs) == (100, 0.2, 5)
+        assert (tree.training.batch_size, tree.training.optimizer.lr, tree.stream.tasks) == (64, 0.01, "fine")
+        assert tree.training.optimizer.momentum == 0.9 and tree.training.optimizer.weight_decay == 1e-5
+        level = {"dirichlet": ("alpha", 0.5), "quantity_label": ("alpha_q", 4)}[tree.partition.kind]
+        assert getattr(tree.partition, level[0]) == level[1] and ("dli" in name) == (level[0] == "alpha")
+        assert ("vit" in name) == tree.model.name.startswith("timm/vit_base_patch16_224.dino")
+        assert "vit" not in name or (tree.data.image_size == 224 and tree.model.weights == "pretrained")
 
 
 def digest_of(tree: dict, data: str = "f") -> str:

@@ -1,7 +1,7 @@
 """FedLoom: federated learning when clients differ.
 
-`run` trains and compares methods from Python, `load_run` opens what a run left. The names are imported on first
-use, so that `import fedloom` is instant.
+`run` trains a method, `compare` sets methods against each other, `ablate` a method against itself without its parts;
+`load_run` opens what a run left. The names are imported on first use, so that `import fedloom` is instant.
 """
 
 from __future__ import annotations
@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["FedloomError", "Run", "__version__", "load_run", "run"]
+__all__ = ["Comparison", "FedloomError", "Run", "__version__", "ablate", "compare", "load_run", "run"]
 
-_HOMES = {"run": "fedloom.api", "load_run": "fedloom.api", "Run": "fedloom.api", "FedloomError": "fedloom.core.errors"}
+_HOMES = {
+    "Comparison": "fedloom.comparison",
+    "FedloomError": "fedloom.core.errors",
+    "Run": "fedloom.api",
+    "ablate": "fedloom.comparison",
+    "compare": "fedloom.comparison",
+    "load_run": "fedloom.api",
+    "run": "fedloom.api",
+}
 
 if TYPE_CHECKING:
     from fedloom.api import Run, load_run, run
+    from fedloom.comparison import Comparison, ablate, compare
     from fedloom.core.errors import FedloomError
 
 

@@ -110,7 +110,23 @@ def plan(config: Config, source: Source) -> Plan:
 
 
 def method(config: Config) -> Method:
-    """The method with its options; the training loop comes from the section `training`."""
+    """The method with its options; the training loop comes from the section `training`.
+
+    Raises `ConfigError` for options that do not go together, and for a deployed federation of a method that needs
+    more than each client's own data.
+    """
+    from fedloom.core import Method
+
+    made = _made(config)
+    if config.engine.runtime == "deployment" and made.data_view != Method.data_view:
+        raise ConfigError(
+            f"method '{config.method['name']}' has the data view {made.data_view}, for which all data must be on one "
+            "machine; `fedloom run` it there without engine.runtime deployment, or deploy another method"
+        )
+    return made
+
+
+def _made(config: Config) -> Method:
     from fedloom.core import Method
     from fedloom.methods import load
 
@@ -330,11 +346,11 @@ def _options(config: Config, built: Experiment, module: nn.Module, key: str) -> 
 def workers(config: Config, built: Experiment, module: nn.Module) -> int:
     """Worker processes. `auto`: one per core when the run is estimated to take over a minute, else 1.
 
-    The number never changes a result, so the estimate may be rough.
+    The number never changes a result, so the estimate may be rough. One client leaves nothing to share.
     """
     if config.engine.workers != "auto":
         return config.engine.workers
-    if built.rebuild is None or built.forward.device.type != "cpu":
+    if built.rebuild is None or built.forward.device.type != "cpu" or built.plan.num_clients == 1:
         return 1
     if config.engine.name == "flower" and config.engine.runtime != "simulation":
         return 1
@@ -344,8 +360,13 @@ def workers(config: Config, built: Experiment, module: nn.Module) -> int:
 
 
 def visits(config: Config, plan: Any) -> float:
-    """Examples that clients will train on, each visit counted; stages with many clients by their first 100."""
-    total = 0.0
+    """Examples that clients will train on, each visit counted; stages with many clients by their first 100.
+
+    A view of the plan costs what the plan does.
+    """
+    from fedloom.engine.views import stream_of
+
+    plan, total = stream_of(plan), 0.0
     for stage in range(plan.num_stages):
         clients = plan.participants(stage)
         if not len(clients):

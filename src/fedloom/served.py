@@ -186,15 +186,16 @@ def _meta(path: Path) -> dict[str, Any]:
 
 def _check_meta(found: Any) -> None:
     """Raise `ValueError`, `KeyError` or `TypeError` unless the values have the kinds that `describe` writes."""
-    numbers = {key: list(found[key]) for key in ("input_shape", "seen", "current", "mean", "std")}
-    whole = [found["stages"], found["rounds"], *numbers["input_shape"], *numbers["seen"], *numbers["current"]]
+    numbers = {key: list(found[key]) for key in ("input_shape", "seen", "old", "current", "mean", "std")}
+    classes = [*numbers["seen"], *numbers["old"], *numbers["current"]]
+    whole = [found["stages"], found["rounds"], *numbers["input_shape"], *classes]
     names = list(found["class_names"])
     fits = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in whole)
     fits = fits and all(isinstance(v, int | float) for v in (*numbers["mean"], *numbers["std"]))
     fits = fits and bool(names) and all(isinstance(name, str) for name in names) and found["stages"] > 0
     if not fits or found["stored"] not in ("uint8", "float32") or len(numbers["mean"]) != len(numbers["std"]):
         raise ValueError("values of the wrong kind")
-    if not numbers["input_shape"] or max((*numbers["seen"], *numbers["current"]), default=0) >= len(names):
+    if not numbers["input_shape"] or max(classes, default=0) >= len(names):
         raise ValueError("a shape or class that cannot be")
 
 
@@ -204,8 +205,8 @@ def _context(config: Any, made: Method, meta: Mapping[str, Any], model: Any) -> 
 
     spec = network(config, len(meta["class_names"]), tuple(meta["input_shape"]), model)
     net = Net(lambda: made.module(spec), replace(forward(config), grad_checkpointing=False))
-    seen, last = tuple(meta["seen"]), meta["stages"] - 1
-    stage = Stage(last, meta["stages"], meta["rounds"], tuple(meta["current"]), seen)
+    current, seen, old = (tuple(meta[key]) for key in ("current", "seen", "old"))
+    stage = Stage(meta["stages"] - 1, meta["stages"], meta["rounds"], current, seen, old)
     return Context(
         net=net,
         stage=stage,
@@ -229,6 +230,7 @@ def describe(built: Built) -> dict[str, Any]:
         "mean": list(source.mean),
         "std": list(source.std),
         "seen": list(stage.seen),
+        "old": list(stage.old),
         "current": list(stage.classes),
         "tasks": [list(task) for task in plan.tasks],
         "stages": plan.num_stages,

@@ -16,6 +16,11 @@ from fedloom import lifecycle
 from fedloom.cli import app
 from test_api import DIGITS
 
+POOLED = (
+    "error: method 'joint' has the data view pooled_cumulative, for which all data must be on one machine; "
+    "`fedloom run` it there without engine.runtime deployment, or deploy another method\n"
+)
+
 
 def call(*arguments: Any) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments], prog_name="fedloom")
@@ -69,6 +74,8 @@ def test_the_data_root_stays_here_and_is_said_to(tmp_path: Path) -> None:
         (["quickstart", "-m", "fedprx"], "unknown method 'fedprx'. Did you mean 'fedprox'?"),
         (["quickstart", "--set", "training.rounds=0"], "training.rounds must be at least 1, got 0"),
         (["quickstart", "--set", "data.name=folder:cats"], "a path that nodes cannot follow"),
+        (["quickstart", "-m", "joint"], POOLED),
+        (["local-demo", "quickstart", "-m", "joint"], POOLED),
         (["certs", "--out", "certs", "--host", "a:1"], "host 'a:1' is neither a DNS name nor an IP address"),
         (["certs", "--out", "certs", "--nodes", "0"], "nodes must be a whole number in [1, 1000], got 0"),
         (["certs", "--out", "certs", "--days", "9999"], "days must be a whole number in [1, 3650], got 9999"),
@@ -84,6 +91,14 @@ def test_errors_are_one_sentence_and_exit_code_2(
     assert sentence in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert not result.stdout and not list(tmp_path.iterdir())
+
+
+def test_a_run_for_nodes_is_refused_a_pooled_view_too(tmp_path: Path) -> None:
+    sets = ["--set", "engine.name=flower", "--set", "engine.runtime=deployment"]
+    for more in ([], ["--dry-run"]):
+        result = call("run", "quickstart", "-m", "joint", *sets, "--out", tmp_path / "run", *more)
+        assert (result.exit_code, result.stderr, result.stdout) == (2, POOLED, "")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedloom import api
 from fedloom.build import build
-from fedloom.config import resolve, resolve_source
+from fedloom.config import recipe_names, resolve, resolve_source
 from fedloom.core.errors import Interrupted
+from fedloom.core.seeds import generator
+from fedloom.data import load_source
 from fedloom.engine.experiment import Observer
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -62,3 +65,37 @@ def test_recipes_use_all_data_and_take_ten_steps(recipe: str, root: Path | None)
     assert training.rounds >= 5
     if recipe.startswith("cifar"):
         assert sum(p.numel() for p in made.experiment.spec.classifier().parameters()) <= 100_000
+
+
+TABLE_1 = [name for name in recipe_names() if name.startswith("fedfmx/table1-")]
+
+
+def few_images(hub: str, size: int | None) -> tuple[Any, ...]:
+    """100 train and 10 test images of two classes of the mirror, grown to `size`; noise where there is no mirror."""
+    shown = 32 if size is None else size
+    if not (DATA / hub).is_dir():
+        x = torch.randint(0, 256, (110, 3, shown, shown), dtype=torch.uint8, generator=generator("images"))
+    else:
+        source = load_source(hub, root=DATA)
+        rows = torch.cat([(source.y_train == c).nonzero()[:55, 0] for c in (0, 1)])
+        x = torch.as_tensor(source.x_train[rows]).float()
+        x = torch.nn.functional.interpolate(x, size=(shown, shown)).to(torch.uint8)
+    y = torch.arange(2).repeat_interleave(55)
+    test = torch.arange(110) % 11 == 0
+    return x[~test], y[~test], x[test], y[test]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", TABLE_1)
+def test_table_1_carries_out_a_round_on_a_few_images(recipe: str, tmp_path: Path) -> None:
+    config = resolve(resolve_source(recipe)[1])
+    if config.model.name.startswith("timm/"):
+        pytest.importorskip("timm")
+    changes = {"data.image_size": None, "model.weights": None, "stream.tasks": 2}
+    changes |= {"training.rounds": 1, "training.cohort": 2}
+    data = few_images(config.data.name, config.data.image_size)
+    run = api.run(recipe, data=data, out=tmp_path / "run", **changes)
+    assert run.summary["rounds"] == run.summary["stages"] == 2 and run.summary["clients"] == 100
+    assert run.summary["failed_clients"] == run.summary["degraded_rounds"] == run.summary["rejected_updates"] == 0
+    assert run.summary["sample_visits"] > 0 and run.summary["final_accuracy"] is not None
+    assert run.summary["parameters"] > (80e6 if "vit" in recipe else 14e6)

@@ -86,7 +86,7 @@ def test_same_bits_with_two_processes(name: str, tmp_path: Path):
     assert two["accuracy_matrix"] == one["accuracy_matrix"]
     assert rows(tmp_path / "one") == rows(tmp_path / "two")
     assert rows(tmp_path / "one", "stage") == rows(tmp_path / "two", "stage")
-    assert slow.shared, "the second process did nothing"
+    assert slow.shared or slow.info["clients"] == 1, "the second process did nothing"
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -119,7 +119,10 @@ def over_grid():
     return carry_out
 
 
-SAME = ("state_sha256", "params_sha256", "accuracy_matrix", "bytes_up", "bytes_down", "per_client_accuracy_worst10")
+SAME = (
+    "state_sha256", "params_sha256", "accuracy_matrix", "bytes_up", "bytes_down", "sample_visits",
+    "per_client_accuracy_worst10",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -37,6 +37,11 @@ INERT: dict[tuple[str, str, Any], Inert] = {
         "early in training the literal rule keeps every expert active for every sample", {"stop": 2}
     ),
     ("fedfmx", "stop", "abs"): Inert("early in training both rules keep every expert at mu = 0.5", {"mu": 0.0}),
+    ("fedfmx", "stop", "all"): Inert("early in training the literal rule keeps every expert at mu = 0.5", {"mu": 0.0}),
+    ("fedewc", "fisher_labels", "model"): Inert(
+        "the blobs' network has few weights, whose Fisher is above the cap everywhere", {"lam": 1.0, "fisher_cap": 1.0}
+    ),
+    ("replay", "memory", 101): Inert("shared among 3 or 6 classes, one example more is none per class", {"memory": 6}),
 }
 
 
@@ -143,6 +148,6 @@ def test_what_is_listed_as_inert_exists():
 
 def test_alternatives_cover_every_kind():
     assert alternatives("fedfmx", "body") == ["identity", (5,)]
-    assert alternatives("fedfmx", "stop") == ["exclude_trigger", "abs", 1]
+    assert alternatives("fedfmx", "stop") == ["exclude_trigger", "abs", "all", 1]
     assert alternatives("fedfmx", "empty_value") == ["chance", 0.25]
     assert alternatives("fedfmx", "rho") == [0.475] and alternatives("fedavg", "uniform") == [True]

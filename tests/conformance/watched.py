@@ -36,6 +36,10 @@ class Watched(Method):
     def ragged(self) -> Any:  # type: ignore[override]
         return self.inner.ragged
 
+    @property
+    def data_view(self) -> str:  # type: ignore[override]
+        return self.inner.data_view
+
     def module(self, spec: ModelSpec) -> nn.Module:
         return self.inner.module(spec)
 

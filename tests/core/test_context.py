@@ -17,7 +17,7 @@ X = torch.randn(5, 2, generator=generator("x"))
 
 
 def context(net: Net | None = None, seen=(0, 1, 2), classes=(2,), **given) -> Context:
-    stage = Stage(1, 3, 2, classes, seen)
+    stage = Stage(1, 3, 2, classes, seen, tuple(c for c in seen if c not in classes))
     return Context(net=net or Net(BlobSpec().classifier), stage=stage, num_classes=6, **given)
 
 
@@ -110,8 +110,9 @@ def test_masks_and_unseen():
     assert ctx.class_mask("current").tolist() == [-inf, -inf, 0, -inf, -inf, -inf]
     assert ctx.class_mask("all") is None and ctx.unseen.tolist() == [3, 4, 5]
     assert context(seen=tuple(range(6))).class_mask("seen") is None
-    with pytest.raises(ConfigError, match="label scope must be seen, current or all, got 'old'"):
-        ctx.class_mask("old")
+    assert ctx.class_mask("old").tolist() == [0, 0, -inf, -inf, -inf, -inf]
+    with pytest.raises(ConfigError, match="label scope must be seen, old, current or all, got 'new'"):
+        ctx.class_mask("new")
     later = replace(ctx, stage=Stage(2, 3, 2, (3,), (0, 1, 2, 3)))
     assert later.class_mask("seen").tolist() == [0, 0, 0, 0, -inf, -inf], "a copied context keeps no old mask"
 

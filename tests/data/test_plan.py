@@ -92,6 +92,18 @@ def test_per_client_order_makes_all_seen_when_it_arrived_anywhere(toy):
     assert {plan.stage(0, c).classes for c in range(6)} == {plan.tasks[t] for t in arrived}
 
 
+@pytest.mark.parametrize("arrival", ["synchronous", "shifted", "per_client"])
+def test_old_classes_are_those_seen_before_the_stage(toy, arrival):
+    plan = plan_of(toy(), {"arrival": arrival}, {"clients": 6, "kind": "iid"})
+    before = ()
+    for index in range(plan.num_stages):
+        for client in (None, *range(6)):
+            assert plan.stage(index, client).old == before
+        before = plan.stage(index).seen
+    last = plan.stage(plan.num_stages - 1)
+    assert bool(set(last.old) & set(last.classes)) == (arrival != "synchronous"), "a task may be new to some alone"
+
+
 def test_schedule_client_that_only_evaluates_is_noted(toy):
     plan = plan_of(toy(), {"arrival": {0: {0: 0, 2: 1}, 1: {1: 0}}, "stages": 4}, {"clients": 3, "kind": "iid"})
     assert [list(plan.participants(s)) for s in range(4)] == [[0], [0, 1], [0, 1], [0, 1]]

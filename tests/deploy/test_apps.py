@@ -136,6 +136,17 @@ def test_a_node_config_is_checked(given: dict[str, Any], sentence: str, tmp_path
     assert sentence in str(caught.value)
 
 
+def test_neither_server_nor_node_takes_a_method_that_pools_the_data(tmp_path: Path) -> None:
+    """Whoever wrote the run config: `fedloom deploy` writes none of the kind."""
+    tree = resolve({**DIGITS, "method": "joint", "engine": {"name": "flower", "runtime": "deployment"}})
+    config = run_config(tree, Deployment(out=str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match="method 'joint' has the data view pooled_cumulative, for which all data"):
+        serve(federation(config, "0", root=tmp_path), config)
+    with pytest.raises(ConfigError, match="method 'joint' has the data view pooled_cumulative, for which all data"):
+        node_of(config, {"clients": "0"})
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_node_that_is_refused_is_told_to_the_server(tmp_path: Path) -> None:
     tree = {**DIGITS, "engine": {"join": 0.2}}
     config = flat(tree, out=str(tmp_path / "run"))

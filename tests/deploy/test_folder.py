@@ -48,7 +48,8 @@ def test_the_folder_holds_the_configuration_of_a_federation(name: str, tmp_path:
     want = recipe(name).as_dict()
     want["engine"] |= {"name": "flower", "runtime": "deployment", "workers": 1}
     assert config.as_dict() == want
-    assert deployment._asdict() == {"name": name, "out": "", "resume": False, "events": ""}
+    project = app_name(name).replace("_", "-")
+    assert deployment._asdict() == {"name": project, "out": "", "resume": False, "events": ""}
 
 
 def test_values_that_toml_could_bend_arrive_as_they_were(tmp_path: Path) -> None:
@@ -98,6 +99,9 @@ def test_the_readme_names_what_nodes_need(tmp_path: Path) -> None:
     text = (write_app(config, tmp_path / "a", name="app") / "README.md").read_text()
     assert "- the data set at `/srv/cats`\n- the initial weights at `/srv/w.safetensors`" in text
     assert "data-root" not in text and "$" not in text.replace("$FLWR_HOME", "")
+    config = recipe("small", model={"name": "torchvision/resnet18", "weights": "IMAGENET1K_V1"})
+    text = (write_app(config, tmp_path / "b", name="app") / "README.md").read_text()
+    assert "the published weights `IMAGENET1K_V1` of `torchvision/resnet18`, in its cache or by download" in text
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,7 @@ def test_the_readme_names_what_nodes_need(tmp_path: Path) -> None:
         ({"model": {"weights": "w.safetensors"}}, "model.weights is w.safetensors, a path that nodes cannot follow"),
         ({"engine": {"name": "flower", "runtime": "simulation"}}, "engine.runtime is simulation, which runs on one"),
         ({"engine": {"name": "flower", "runtime": "grid"}}, "engine.runtime is grid, which runs on one machine"),
+        ({"method": {"name": "joint"}}, "method 'joint' has the data view pooled_cumulative, for which all data"),
     ],
 )
 def test_what_cannot_leave_this_machine_is_refused(layer: dict[str, Any], sentence: str, tmp_path: Path) -> None:

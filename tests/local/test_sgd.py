@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.core import Batches, ConfigError, Forward, PayloadError
+from fedloom.core import Batches, ConfigError, Forward, PayloadError, Stage
 from fedloom.core.payload import digest
 from fedloom.core.seeds import seeded
 from fedloom.local import SGD, AdamW, LocalSGD, Phase
@@ -329,3 +329,21 @@ def test_the_anchor_is_the_download():
     state = ctx.init_state()
     replace(LocalSGD(epochs=2, batch_size=8), terms=(Anchored(),))(state, data(), ctx)
     assert len(seen) == 6 and all(torch.equal(s[n], t) for s in seen for n, t in state["params"].items())
+
+
+def test_every_class_scope_has_a_mask_in_ref():
+    """None where every class is inside; "old" has no class at all in the first stage."""
+    seen: list = []
+
+    def spy(params, out, batch, ref, carry):
+        seen.append({scope: ref[scope] for scope in ("seen", "old", "current", "all")})
+        return out["logits"].sum()
+
+    loop = LocalSGD(terms=(spy,), batch_size=20)
+    for stage in (Stage(0, 2, 1, (0, 1), (0, 1)), Stage(1, 2, 1, (1, 2), (0, 1, 2), (0, 1))):
+        ctx = context(stage=stage, num_classes=3)
+        loop(ctx.init_state(), data(classes=2), ctx)
+    inf = torch.inf
+    first, second = ({k: v if v is None else v.tolist() for k, v in masks.items()} for masks in seen)
+    assert first == {"seen": [0, 0, -inf], "old": [-inf] * 3, "current": [0, 0, -inf], "all": None}
+    assert second == {"seen": None, "old": [0, 0, -inf], "current": [-inf, 0, 0], "all": None}

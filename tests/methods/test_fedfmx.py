@@ -293,7 +293,9 @@ OPTIONS = {
     "fisher_cadence": "round",
     "fisher_home": "client",
     "empty_value": "chance",
+    "scores": "loss",
     "stop": 2,
+    "weights": "uniform",
     "fallback": "uniform",
     "label_scope": "current",
     "balance": "batch",
@@ -325,7 +327,7 @@ def test_every_option_does_something(name, default_outcome):
     assert not (same and torch.equal(scores, default_outcome[1]))
 
 
-@pytest.mark.parametrize("rule", ["exclude_trigger", "abs", 1, 3])
+@pytest.mark.parametrize("rule", ["exclude_trigger", "abs", "all", 1, 3])
 def test_stop_rules_choose_different_sets(rule):
     sizes = []
     for stop in ("literal", rule):
@@ -347,6 +349,8 @@ def test_stop_rules_choose_different_sets(rule):
         ({"tau_r": 0.0}, "tau_r must be"),
         ({"fisher_squash": "identity"}, "identity' needs fisher_scale"),
         ({"fisher_scale": "zscore"}, "unknown fisher_scale 'zscore'"),
+        ({"scores": "fisher"}, "unknown scores 'fisher'"),
+        ({"weights": "unifrom"}, "Did you mean 'uniform'"),
         ({"fisher_home": "sever"}, "Did you mean 'server'"),
         ({"empty_value": "chanse"}, "empty_value must be"),
         ({"inference_experts": 0}, "inference_experts must be at least 1"),

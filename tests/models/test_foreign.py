@@ -109,6 +109,27 @@ def test_timm_weights_from_a_local_file(timm, tmp_path: Path) -> None:
         )
 
 
+def test_published_timm_weights_come_from_the_hubs_cache(timm, tmp_path: Path, monkeypatch) -> None:
+    """A cache as the hub's client lays it out stands for the hub."""
+    import huggingface_hub.constants
+
+    name = "test_vit.r160_in1k"
+    source = timm.create_model(name, num_classes=1000)
+    snapshot = tmp_path / f"models--timm--{name}" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / f"models--timm--{name}" / "refs").mkdir()
+    (tmp_path / f"models--timm--{name}" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    spec = NetworkSpec(f"timm/{name}", 3, (3, 64, 64), weights="pretrained")
+    with pytest.raises(ConfigError, match=r"model.weights is pretrained, but those of timm/test_vit.* cannot be had"):
+        spec.backbone()
+    save_file(source.state_dict(), snapshot / "model.safetensors")
+    body = spec.backbone().body
+    assert torch.equal(body.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)
+    assert body.pos_embed.shape != source.pos_embed.shape, "position embeddings are resampled to the images"
+
+
 def test_timm_refusals(timm) -> None:
     with pytest.raises(ConfigError, match="unknown timm model 'resnet10'"):
         backbone("timm/resnet10", input_shape=(3, 32, 32))

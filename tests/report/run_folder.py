@@ -43,6 +43,7 @@ def _round(rng, stage, round_, clients):
         "degraded": False,
         "bytes_up": 120_000,
         "bytes_down": 140_000,
+        "sample_visits": 640,
         "seconds": 1.25,
         "train/loss": float(1.8 * np.exp(-0.6 * round_) + 0.2 + rng.uniform(0, 0.1)),
     }
@@ -89,6 +90,7 @@ def _summary(method, stages, rounds, clients, seed, matrix):
         "per_client_accuracy_worst10": 0.512,
         "bytes_up": 120_000 * rounds * stages,
         "bytes_down": 140_000 * rounds * stages,
+        "sample_visits": 640 * rounds * stages,
         "parameters": 88_418,
         "active_parameters": 51_200,
         "flops_per_example": 1_234_567,

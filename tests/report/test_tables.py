@@ -13,6 +13,7 @@ SUMMARY = {
     "forgetting": None,
     "backward_transfer": 0.01,
     "bytes_up": 2048,
+    "sample_visits": 34512,
     "failed_clients": 0,
     "rejected_updates": 3,
 }
@@ -23,6 +24,7 @@ def test_lines_leave_out_what_does_not_apply():
         ("Final accuracy", "50.0 %"),
         ("Backward transfer", "+1.0 pp"),
         ("Sent by clients", "2 KiB"),
+        ("Sample visits", "34\u2009512"),
         ("Rejected updates", "3"),
     ]
 

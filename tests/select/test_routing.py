@@ -1,5 +1,6 @@
 """Stop rules, weights, empty-set values, mixtures and the decision that joins them."""
 
+import itertools
 import math
 
 import numpy as np
@@ -11,15 +12,19 @@ from fedloom.core import Batch, ConfigError
 from fedloom.select.fisher import FisherMap, fres, shares
 from fedloom.select.routing import (
     FALLBACKS,
+    WEIGHINGS,
     AdaptiveStop,
     ChanceValue,
     ExclusiveStop,
     FisherShapley,
+    FisherUtility,
+    LossUtility,
     MagnitudeStop,
     MixLogits,
     MixProbabilities,
     RoutingWeights,
     TopExperts,
+    UniformWeights,
     empty_rule,
     stop_rule,
     top_gates,
@@ -123,6 +128,7 @@ def test_rules_by_name():
     assert stop_rule("exclude_trigger", 0.25) == ExclusiveStop(0.25)
     assert stop_rule("abs", 0.25) == MagnitudeStop(0.25)
     assert stop_rule(2, 0.25) == TopExperts(2)
+    assert stop_rule("all", 0.25)(PHI, GAIN, COST, 0.0).all()
     with pytest.raises(ConfigError, match=r"unknown stop rule 'litteral'\. Did you mean 'literal'"):
         stop_rule("litteral", 0.5)
     with pytest.raises(ConfigError, match="at least 1, got 0"):
@@ -196,10 +202,14 @@ def decide(decision, out, labels, fisher, mask=None, rows=None):
     return decision(out, batch, ref, {"fisher": {"experts": fisher}})
 
 
+def routing(alpha, stop, **more):
+    return FisherShapley(FisherUtility(alpha), stop, **more)
+
+
 def test_decision_by_hand():
     out, labels = outputs(), torch.tensor([0, 1, 2, 3, 0, 1])
     fisher = noise(3, 4, 6)
-    got = decide(FisherShapley(alpha=0.6, stop=AdaptiveStop(0.5), tau=2.0), out, labels, fisher)
+    got = decide(routing(0.6, AdaptiveStop(0.5), tau=2.0), out, labels, fisher)
     stability, plasticity = fres(out["features"], out["expert_logits"], labels, FisherMap()(fisher))
     loss = torch.stack([F.cross_entropy(z, labels, reduction="none") for z in out["expert_logits"]], 1)
     gain, cost = 0.4 * shares(plasticity) - loss, 0.6 * stability
@@ -213,13 +223,53 @@ def test_decision_by_hand():
 def test_alpha_one_ignores_plasticity_and_alpha_zero_stability():
     out, labels = outputs(), torch.zeros(6, dtype=torch.long)
     fishers = [noise(3, 4, 6), torch.zeros(3, 4, 6, dtype=torch.float64)]
-    pair = [decide(FisherShapley(0.0, TopExperts(2)), out, labels, 7 * torch.ones_like(f)) for f in fishers]
+    pair = [decide(routing(0.0, TopExperts(2)), out, labels, 7 * torch.ones_like(f)) for f in fishers]
     assert torch.equal(pair[0]["phi"], pair[1]["phi"])
     stability, _ = fres(out["features"], out["expert_logits"], labels, FisherMap()(fishers[0]))
-    blank = decide(FisherShapley(1.0, TopExperts(2)), out, labels, fishers[1])["phi"]
-    assert torch.allclose(
-        decide(FisherShapley(1.0, TopExperts(2)), out, labels, fishers[0])["phi"], blank + 0.25 - stability
+    blank = decide(routing(1.0, TopExperts(2)), out, labels, fishers[1])["phi"]
+    assert torch.allclose(decide(routing(1.0, TopExperts(2)), out, labels, fishers[0])["phi"], blank + 0.25 - stability)
+
+
+def game(value, experts):
+    """Shapley values of any game, by its definition: the mean of v(S + k) - v(S) over all orders."""
+    phi = torch.zeros(experts, dtype=torch.float64)
+    orders = list(itertools.permutations(range(experts)))
+    for order in orders:
+        for place, expert in enumerate(order):
+            phi[expert] += value(order[: place + 1]) - value(order[:place])
+    return phi / len(orders)
+
+
+def test_without_fres_the_game_is_that_of_the_losses():
+    """v(S) is the mean of -loss over S: the phi of the closed form are those of brute force."""
+    out, labels = outputs(experts=4), torch.tensor([0, 1, 2, 3, 0, 1])
+    loss = torch.stack([F.cross_entropy(z, labels, reduction="none") for z in out["expert_logits"]], 1)
+    got = [decide(FisherShapley(LossUtility(), TopExperts(2)), out, labels, noise(4, 4, 6) * s) for s in (1, 9)]
+    for sample in range(6):
+        phi = game(lambda found, n=sample: float(-loss[n, list(found)].mean()) if found else 0.0, 4)
+        assert torch.allclose(got[0]["phi"][sample], phi, atol=1e-12)
+    assert torch.equal(got[0]["phi"], got[1]["phi"]), "the Fisher plays no part"
+    gain, cost = LossUtility()(loss, out["features"], loss, noise(4, 4, 6), None)
+    assert torch.equal(gain, -loss) and (cost == 0).all() and cost.shape == loss.shape
+
+
+def test_the_fisher_counts_for_the_utility_that_reads_it():
+    out, labels, fisher = outputs(), torch.tensor([0, 1, 2, 3, 0, 1]), noise(3, 4, 6)
+    fres_phi, loss_phi = (
+        decide(FisherShapley(utility, TopExperts(2)), out, labels, fisher)["phi"]
+        for utility in (FisherUtility(0.6), LossUtility())
     )
+    assert not torch.allclose(fres_phi, loss_phi)
+
+
+def test_uniform_weights_forget_the_values():
+    active = torch.tensor([[True, True, False, False], [True, True, True, True], [False, False, False, True]])
+    phi = torch.cat([PHI, PHI_ABOVE, -PHI_ABOVE])
+    weights, fallback = UniformWeights()(phi, active)
+    assert weights.tolist() == [[0.5, 0.5, 0, 0], [0.25] * 4, [0, 0, 0, 1]]
+    assert fallback.dtype == torch.bool and fallback.tolist() == [False] * 3
+    for name, want in (("uniform", UniformWeights()), ("shapley", RoutingWeights(FALLBACKS["top1"](1.0)))):
+        assert WEIGHINGS[name](FALLBACKS["top1"](1.0)) == want
 
 
 @pytest.mark.parametrize("empty", ["chance", 0.0])
@@ -229,7 +279,7 @@ def test_masked_head_equals_a_grown_head(empty):
     fisher[:, seen] = noise(3, 3, 6)
     mask = torch.full((6,), -torch.inf, dtype=torch.float64)
     mask[seen] = 0
-    decision = FisherShapley(0.6, AdaptiveStop(0.5), empty_value=empty_rule(empty))
+    decision = routing(0.6, AdaptiveStop(0.5), empty_value=empty_rule(empty))
     wide = decide(decision, out, labels, fisher, mask, seen)
     narrow_out = {**out, "expert_logits": out["expert_logits"][..., seen]}
     grown = decide(decision, narrow_out, torch.searchsorted(seen, labels), fisher[:, seen])
@@ -246,7 +296,7 @@ def test_small_and_perfect_batches_give_no_nan(batch, experts):
     out = outputs(experts, batch)
     out["expert_logits"] = 1e4 * F.one_hot(torch.zeros(experts, batch, dtype=torch.long), 4).double()
     fisher = torch.zeros(experts, 4, 6, dtype=torch.float64)
-    got = decide(FisherShapley(0.6, AdaptiveStop(0.5)), out, torch.zeros(batch, dtype=torch.long), fisher)
+    got = decide(routing(0.6, AdaptiveStop(0.5)), out, torch.zeros(batch, dtype=torch.long), fisher)
     assert all(tensor.isfinite().all() for tensor in got.values())
     assert torch.allclose(got["weights"].sum(1), torch.ones(batch, dtype=torch.float64))
 
@@ -255,7 +305,7 @@ def test_small_and_perfect_batches_give_no_nan(batch, experts):
 def test_bad_numbers(field, value):
     given = {"alpha": 0.5, "tau_r": 1.0, field: value}
     with pytest.raises(ConfigError, match=field):
-        FisherShapley(given["alpha"], TopExperts(1), tau=given["tau_r"])
+        routing(given["alpha"], TopExperts(1), tau=given["tau_r"])
 
 
 ROUTER = torch.tensor([[2.0, 1.0, -3.0]])

@@ -43,15 +43,12 @@ class BlobPlan:
         return [list(range(t * size, (t + 1) * size)) for t in range(self.num_stages)]
 
     def _pool(self, what: str) -> tuple[Tensor, Tensor]:
-        y = torch.arange(self.num_classes).repeat_interleave(self.per_class)
-        angle = y * (2 * torch.pi / self.num_classes)
-        noise = torch.randn(len(y), 2, generator=generator(self.seed, "blobs", what))
-        return torch.stack([angle.cos(), angle.sin()], 1) * 3 + 0.5 * noise, y
+        return _blobs(self.num_classes, self.per_class, self.seed, what)
 
     def stage(self, index: int, client: int | None = None) -> Stage:
         classes = tuple(self.tasks[index])
         seen = tuple(c for task in self.tasks[: index + 1] for c in task)
-        return Stage(index, self.num_stages, self.rounds, classes, seen)
+        return Stage(index, self.num_stages, self.rounds, classes, seen, seen[: -len(classes)])
 
     def _indices(self, client: int, stage: int) -> Tensor:
         if client in (*self.empty, *self.hollow) or stage in self.idle:
@@ -86,6 +83,15 @@ class BlobPlan:
 
     def fingerprint(self) -> str:
         return repr(self)
+
+
+@functools.cache
+def _blobs(num_classes: int, per_class: int, seed: int, what: str) -> tuple[Tensor, Tensor]:
+    """The one data set that all clients' rows are of."""
+    y = torch.arange(num_classes).repeat_interleave(per_class)
+    angle = y * (2 * torch.pi / num_classes)
+    noise = torch.randn(len(y), 2, generator=generator(seed, "blobs", what))
+    return torch.stack([angle.cos(), angle.sin()], 1) * 3 + 0.5 * noise, y
 
 
 class Features(nn.Module):

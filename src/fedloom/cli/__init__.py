@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedloom.cli.application import app
+from fedloom.cli.compare import ablate, compare
 from fedloom.cli.deploy import deploy
 from fedloom.cli.doctor import doctor
 from fedloom.cli.inspect import show_data
@@ -13,6 +14,8 @@ from fedloom.cli.use import export, predict, report
 
 app.command("run", cls=Settable)(run)
 app.command("resume", cls=Command)(resume)
+app.command("compare", cls=Settable)(compare)
+app.command("ablate", cls=Settable)(ablate)
 app.command("list", cls=Command)(list_known)
 app.command("show-data", cls=Settable)(show_data)
 app.command("predict", cls=Command)(predict)

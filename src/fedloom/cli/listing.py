@@ -59,21 +59,24 @@ def _list_names(kind: Kind, name: str | None, as_json: bool) -> None:
 
 
 def _list_method(name: str, as_json: bool) -> None:
-    """The docstring of a method, its options and its presets."""
+    """The docstring of a method, its options, its presets and the switches of `fedloom ablate`."""
     from fedloom.config.describe import method_settings
-    from fedloom.methods import documentation, presets
+    from fedloom.methods import ablations, documentation, presets
 
-    settings, known, about = method_settings(name), presets(name), documentation(name)
+    settings, known, about, switches = method_settings(name), presets(name), documentation(name), ablations(name)
     if as_json:
         options = [setting._asdict() for setting in settings]
-        print_json({"method": name, "about": about, "options": options, "presets": dict(known)})
+        found = {"method": name, "about": about, "options": options, "presets": dict(known)}
+        print_json({**found, "switches": dict(switches)})
         return
     say(about)
     say("\noptions" if settings else "\nno options")
     _print_settings(settings)
-    say("\npresets")
-    for preset, values in known.items():
-        say(f"  {preset}: " + (", ".join(f"{k} {v}" for k, v in values.items()) or "the defaults above"))
+    for title, values in (("presets", known), (f"switches, for `fedloom ablate {name}`", switches)):
+        if values:
+            say(f"\n{title}")
+        for key, given in values.items():
+            say(f"  {key}: " + (", ".join(f"{k} {v}" for k, v in given.items()) or "the defaults above"))
 
 
 def _list_options(name: str | None, as_json: bool) -> None:

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli.application import (
+    Device,
+    DryRun,
+    Engine,
     Json,
     Method,
     Quiet,
@@ -19,6 +22,7 @@ from fedloom.cli.application import (
     Seed,
     Set,
     Verbose,
+    Workers,
     guarded,
     layers,
     print_json,
@@ -26,7 +30,6 @@ from fedloom.cli.application import (
 from fedloom.terminal import OutputLost, say
 
 Out = Annotated[str | None, typer.Option("--out", "-o", metavar="DIR", help="Run folder; it must not exist yet.")]
-Workers = Annotated[str | None, typer.Option("--workers", metavar="N", help="Processes: a number, or auto.")]
 
 
 @guarded
@@ -36,11 +39,11 @@ def run(
     sets: Set = None,
     seed: Seed = None,
     out: Out = None,
-    engine: Annotated[str | None, typer.Option("--engine", help="serial.")] = None,
+    engine: Engine = None,
     data_root: Root = None,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")] = None,
+    device: Device = None,
     workers: Workers = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -61,10 +61,10 @@ def predict(
 
 @guarded
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs or comparisons.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Page to write.")] = None,
 ) -> None:
-    """Write one self-contained page about a run, or about several side by side."""
+    """Write one self-contained page about a run, or about several side by side; a comparison stands for its runs."""
     from fedloom.report import write_report
 
     page = out if out is not None else (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))

@@ -71,14 +71,40 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes of the package, sorted."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    """Names of the recipes of the package, sorted; those of a study are `<study>/<name>`."""
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
 def find(recipe: str) -> tuple[str, dict[str, Any]]:
-    """(name, layer) of a recipe by name, or of a YAML file by path."""
+    """(name, layer) of a recipe by name, or of a YAML file by path.
+
+    A file may hold the key `base`: a recipe's name, or the path of another file from its own folder, over which its
+    own values go.
+    """
+    name, path = _located(recipe)
+    return name, _based(read_yaml(path), path, (path,))
+
+
+def _based(layer: dict[str, Any], path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    if "base" not in layer:
+        return layer
+    base = layer.pop("base")
+    if not isinstance(base, str):
+        raise ConfigError(f"base of '{path}' must be a recipe's name or the path of a YAML file, got {shown(base)}")
+    below = path.parent / base if base.endswith((".yaml", ".yml")) else _located(base)[1]
+    if below.resolve() in (seen.resolve() for seen in above):
+        raise ConfigError(f"base of '{path}' leads back to '{below}'; remove one of them")
+    if not below.is_file():
+        raise ConfigError(f"base of '{path}' is '{shorten(base)}', which does not exist; correct it")
+    return merge(nested(_based(read_yaml(below), below, (*above, below))), nested(layer))
+
+
+def _located(recipe: str) -> tuple[str, Path]:
+    """(name, file) of a recipe or of a YAML file."""
     path = Path(recipe)
-    if path.suffix in (".yaml", ".yml") or "/" in recipe:
+    if recipe in recipe_names():
+        return recipe, RECIPES / f"{recipe}.yaml"
+    if path.suffix in (".yaml", ".yml") or recipe.count("/") > 1 or path.exists():
         try:
             path.stat()
         except (OSError, ValueError) as error:  # too long a name, a null byte
@@ -87,10 +113,8 @@ def find(recipe: str) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"configuration file '{shorten(recipe)}' {reason}") from None
         if path.is_dir():
             raise ConfigError(f"'{recipe}' is a folder; name a YAML file, such as '{path / 'config.yaml'}'")
-        return path.stem, read_yaml(path)
-    if recipe not in recipe_names():
-        raise ConfigError(f"{unknown('recipe', shorten(recipe), recipe_names())} A file of your own ends in .yaml.")
-    return recipe, read_yaml(RECIPES / f"{recipe}.yaml")
+        return path.stem, path
+    raise ConfigError(f"{unknown('recipe', shorten(recipe), recipe_names())} A file of your own ends in .yaml.")
 
 
 def overrides(pairs: Iterable[str]) -> dict[str, Any]:

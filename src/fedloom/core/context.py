@@ -31,7 +31,8 @@ class Stage:
     """One step of the stream.
 
     classes: what is current at this stage, for the client of the context, or over all clients on the server.
-    seen: every class that has arrived anywhere up to now; the rows that exist in a head. Both ascending.
+    seen: every class that has arrived anywhere up to now; the rows that exist in a head. old: those of them that
+    had arrived before this stage. All ascending.
     rounds: train rounds of this stage. count: stages of the stream.
     """
 
@@ -40,6 +41,7 @@ class Stage:
     rounds: int
     classes: tuple[int, ...]
     seen: tuple[int, ...]
+    old: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,8 @@ class Context:
     def class_mask(self, scope: str) -> Tensor | None:
         """Additive mask [classes]: 0 inside the scope, -inf outside; None when every class is inside.
 
-        scope: "seen" (all classes that have arrived), "current" (those of this client's task) or "all".
+        scope: "seen" (all classes that have arrived), "old" (those that had before this stage), "current" (those of
+        this client's task) or "all".
         """
         if scope not in self._masks:
             self._masks[scope] = self._make_mask(scope)
@@ -234,9 +237,10 @@ class Context:
     def _make_mask(self, scope: str) -> Tensor | None:
         if scope == "all":
             return None
-        if scope not in ("seen", "current"):
-            raise ConfigError(f"label scope must be seen, current or all, got '{scope}'")
-        inside = self.stage.seen if scope == "seen" else self.stage.classes
+        scopes = {"seen": self.stage.seen, "old": self.stage.old, "current": self.stage.classes}
+        if scope not in scopes:
+            raise ConfigError(f"label scope must be seen, old, current or all, got '{scope}'")
+        inside = scopes[scope]
         if len(inside) == self.num_classes:
             return None
         mask = torch.full((self.num_classes,), -torch.inf)

@@ -74,11 +74,14 @@ class Method:
     Class attributes. `reveals`: per upload field, what it tells about a client's data. `ragged`: upload fields
     whose tensors may differ in shape from the server's. `personal`: a client may predict otherwise than the global
     view does, by its state or by what it is sent; False spares the evaluation of every client's own view.
+    data_view: how the clients' data are presented: "stream" as the plan says, "pooled_cumulative" as one client that
+    holds all data of the stages seen so far (see `fedloom.engine.views`), which no real federation can grant.
     """
 
     reveals: ClassVar[Mapping[str, str]] = {}
     ragged: ClassVar[Collection[str]] = ()
     personal: ClassVar[bool] = True
+    data_view: ClassVar[str] = "stream"
 
     def module(self, spec: ModelSpec) -> nn.Module:
         """The network that every process builds once; the same values each time it is called."""

@@ -49,6 +49,10 @@ ENTRIES: Mapping[str, Entry] = {
             "zh-plus/tiny-imagenet", "Tiny ImageNet, 64x64 RGB, 200 classes", "image", "label",
             test_split="valid", statistics=_TINY, granularity={"coarse": 10, "fine": 20},
         ),
+        Entry(
+            "wltjr1007/DomainNet", "DomainNet, six visual domains, RGB of many sizes, 345 classes", "image", "label",
+            granularity={"coarse": 5, "fine": 10},
+        ),
         Entry("ylecun/mnist", "MNIST digits, 28x28 grey, 10 classes", "image", "label", "mnist", granularity=TEN),
         Entry(
             "zalando-datasets/fashion_mnist", "Fashion-MNIST, 28x28 grey, 10 classes", "image", "label",

@@ -79,8 +79,9 @@ class Plan:
         out = []
         for index in range(self.num_stages):
             classes = {c for task in self.arrival.current(index) for c in self.tasks[task]}
-            seen |= classes
-            out.append(Stage(index, self.num_stages, self.rounds, tuple(sorted(classes)), tuple(sorted(seen))))
+            old, seen = seen, seen | classes
+            arrived = (tuple(sorted(group)) for group in (classes, seen, old))
+            out.append(Stage(index, self.num_stages, self.rounds, *arrived))
         return tuple(out)
 
     def stage(self, index: int, client: ClientId | None = None) -> Stage:
@@ -89,7 +90,7 @@ class Plan:
         if client is None:
             return stage
         task = self.arrival.task(client, index)
-        return Stage(index, stage.count, stage.rounds, () if task is None else self.tasks[task], stage.seen)
+        return replace(stage, classes=() if task is None else self.tasks[task])
 
     @cached_property
     def _participants(self) -> tuple[Sequence[ClientId], ...]:

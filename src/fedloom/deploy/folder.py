@@ -11,12 +11,13 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from fedloom.build import method as made
 from fedloom.config import Config
 from fedloom.config.words import shorten, shown
 from fedloom.core.errors import ConfigError
 from fedloom.deploy.flatten import Deployment, Scalar, run_config
 from fedloom.deploy.fresh import fresh_folder
-from fedloom.deploy.guide import guide
+from fedloom.deploy.guide import guide, is_published
 
 LONGEST_NAME = 32  # characters that Flower allows for the name of an app
 PUBLISHER = "fedloom"
@@ -140,7 +141,9 @@ def deployed(config: Config) -> Config:
         raise ConfigError(f"engine.runtime is {runtime}, which runs on one machine; leave it out for an app")
     engine = config.engine.model_copy(update={"name": "flower", "runtime": "deployment", "workers": 1})
     data = config.data.model_copy(update={"root": None})
-    return config.model_copy(update={"engine": engine, "data": data})
+    config = config.model_copy(update={"engine": engine, "data": data})
+    made(config)  # refuses a method that no deployed federation can give the data that it needs
+    return config
 
 
 def _refuse_objects(config: Config) -> None:
@@ -169,7 +172,7 @@ def _refuse_local_paths(config: Config) -> None:
             f"under which every node has the data, such as {scheme}:/srv/data"
         )
     weights = config.model.weights
-    if weights is not None and not _is_absolute(weights):
+    if weights is not None and not is_published(weights) and not _is_absolute(weights):
         raise ConfigError(
             f"model.weights is {shorten(weights)}, a path that nodes cannot follow; "
             "give the absolute path under which every machine has the file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from string import Template
 
@@ -164,6 +165,11 @@ def guide(config: Config, *, project: str, about: str, own: Sequence[str] = ()) 
     )
 
 
+def is_published(weights: str) -> bool:
+    """Whether weights are the name of published ones (`IMAGENET1K_V1`, `pretrained`) rather than a path."""
+    return re.fullmatch(r"\w+", weights) is not None
+
+
 def _has_root(config: Config) -> bool:
     """Whether the data set is looked for below a root: neither bundled nor named by its own path."""
     name = config.data.name
@@ -189,8 +195,9 @@ def _needs(config: Config, rooted: bool, own: Sequence[str]) -> str:
     for what, value in (("method", config.method["name"]), ("network", config.model.name)):
         if ":" in value and value.partition(":")[0] not in own:
             found.append(f"the {what} `{value}`, importable: install its package")
-    if config.model.weights is not None:
-        found.append(f"the initial weights at `{config.model.weights}`")
+    if (weights := config.model.weights) is not None:
+        here = f"the published weights `{weights}` of `{config.model.name}`, in its cache or by download"
+        found.append(here if is_published(weights) else f"the initial weights at `{weights}`")
     if not found:
         return "Nothing else is needed: the data set comes with scikit-learn."
     return "Every machine also has\n\n" + "\n".join(f"- {line}" for line in found)

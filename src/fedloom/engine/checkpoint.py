@@ -34,7 +34,9 @@ class Progress:
     """Where a run stands, and what it has counted so far.
 
     stage, trip: the next trip to make. versions: state of each client that has one. matrix: rows of accuracies
-    per task (None: not evaluated). test_counts: test examples per task.
+    per task (None: not evaluated). test_counts: test examples per task. sample_visits: examples that clients trained
+    on, each time counted, by work whose answer arrived: that of a rejected update counts, that of a client which failed
+    does not. pass_visits: those that they looked at without training.
     """
 
     stage: int = 0
@@ -45,6 +47,8 @@ class Progress:
     rounds: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
+    sample_visits: int = 0
+    pass_visits: int = 0
     rejected_updates: int = 0
     failed_clients: int = 0
     degraded_rounds: int = 0

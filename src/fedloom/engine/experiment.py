@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedloom.core import ClientId, Context, DataPlan, Forward, Method, ModelSpec, Net
+from fedloom.engine.views import viewed
 
 
 @dataclass(frozen=True)
 class Experiment:
     """Everything that a process needs to do a client's work; equal experiments give equal bits.
 
-    sampler: `(participants, cohort, *key) -> sorted client ids`. cohort: a count or a fraction in (0, 1].
-    threads: intra-op threads of every step. rebuild: picklable function that makes the same experiment in
-    another process; None when that is impossible (`why_not` then says why).
+    plan: the one that is given, presented as the method's `data_view` says. sampler: `(participants, cohort, *key) ->
+    sorted client ids`. cohort: a count or a fraction in (0, 1]. threads: intra-op threads of every step. rebuild:
+    picklable function that makes the same experiment in another process; None when that is impossible (`why_not`
+    then says why).
     """
 
     method: Method
@@ -28,6 +30,9 @@ class Experiment:
     threads: int = 1
     rebuild: Callable[[], Experiment] | None = None
     why_not: str = "it was not built from a configuration"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", viewed(self.plan, self.method.data_view, self._cohort))
 
     def net(self) -> Net:
         """The network of one process."""
@@ -51,7 +56,10 @@ class Experiment:
     def draw(self, stage: int, round: int | None, who: str) -> Sequence[ClientId]:
         """Clients of one trip; trips that share a round share the cohort."""
         participants = self.plan.participants(stage)
-        if who == "all" or not len(participants):
+        return participants if who == "all" else self._cohort(participants, stage, round)
+
+    def _cohort(self, participants: Sequence[ClientId], stage: int, round: int | None) -> Sequence[ClientId]:
+        if not len(participants):
             return participants
         return self.sampler(participants, self.cohort, self.seed, "cohort", stage, round)
 

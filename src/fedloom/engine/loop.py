@@ -192,11 +192,13 @@ class Loop:
         self.reader.forget()
         progress.versions |= {a.client: versions[a.client] for a in accepted if a.stored}
         progress.served = sorted({*progress.served, *(answer.client for answer in accepted)})
-        rejected, seconds = len(done) - len(accepted), time.perf_counter() - began
-        _count(progress, trip, up, gone, rejected, len(failures), not merged, seconds)
+        visits, passes = (sum(counts) for counts in ([a.visits for a in done], [a.passes for a in done]))
         row = {"stage": stage, "round": trip.round, "exchange": trip.exchange, "scope": "round", "clients": len(work)}
-        row |= {"failed": len(failures), "rejected": rejected, "degraded": not merged}
-        return row | {"bytes_up": up, "bytes_down": gone, "seconds": seconds} | means(accepted)
+        row |= {"failed": len(failures), "rejected": len(done) - len(accepted), "degraded": not merged}
+        row |= {"bytes_up": up, "bytes_down": gone, "sample_visits": visits, "pass_visits": passes}
+        row["seconds"] = time.perf_counter() - began
+        _count(progress, row)
+        return row | means(accepted)
 
     def _work(self, stage: int, k: int, trip: Trip, client: ClientId) -> Work:
         version = version_of(stage, k, trip.exchange)
@@ -346,16 +348,16 @@ def _copy(progress: Progress) -> Progress:
     return deepcopy(progress)
 
 
-def _count(
-    progress: Progress, trip: Trip, up: int, down: int, rejected: int, failed: int, degraded: bool, seconds: float
-) -> None:
-    progress.rounds += trip.round is not None
-    progress.bytes_up += up
-    progress.bytes_down += down
-    progress.rejected_updates += rejected
-    progress.failed_clients += failed
-    progress.degraded_rounds += degraded
-    progress.train_seconds += seconds
+def _count(progress: Progress, row: Mapping[str, Any]) -> None:
+    progress.rounds += row["round"] is not None
+    progress.bytes_up += row["bytes_up"]
+    progress.bytes_down += row["bytes_down"]
+    progress.sample_visits += row["sample_visits"]
+    progress.pass_visits += row["pass_visits"]
+    progress.rejected_updates += row["rejected"]
+    progress.failed_clients += row["failed"]
+    progress.degraded_rounds += row["degraded"]
+    progress.train_seconds += row["seconds"]
 
 
 @contextmanager

@@ -41,6 +41,8 @@ def conclude(
         "per_client_accuracy_worst10": row.get("accuracy/client_worst10"),
         "bytes_up": progress.bytes_up,
         "bytes_down": progress.bytes_down,
+        "sample_visits": progress.sample_visits,
+        "pass_visits": progress.pass_visits,
         "wall_seconds": progress.wall_seconds,
         "train_seconds": progress.train_seconds,
         "rejected_updates": progress.rejected_updates,

@@ -49,7 +49,8 @@ class Probe(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A client's answer. stored: it left a new state under the instruction's version."""
+    """A client's answer. stored: it left a new state under the instruction's version. visits: examples it trained on,
+    passes: those it looked at without training, each time counted."""
 
     client: ClientId
     ref: Ref
@@ -57,6 +58,8 @@ class Done(NamedTuple):
     metrics: Mapping[str, float]
     stored: bool
     seconds: float
+    visits: int = 0
+    passes: int = 0
 
 
 class Failed(NamedTuple):
@@ -147,7 +150,8 @@ class Runtime:
         stored = ref.not_finite is None and self._keep(todo, update, state)
         weight = float(data.num_examples if update.weight is None else update.weight)
         metrics = {str(name): float(value) for name, value in update.metrics.items()}
-        return Done(todo.client, ref, weight, metrics, stored, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return Done(todo.client, ref, weight, metrics, stored, seconds, data.visits.count, data.visits.passes)
 
     def _keep(self, todo: Work, update: Update, before: Payload) -> bool:
         if update.state is before or not (update.state or before):

@@ -35,6 +35,8 @@ SUMMARY_KEYS = (
     "domain_worst",
     "bytes_up",
     "bytes_down",
+    "sample_visits",
+    "pass_visits",
     "parameters",
     "active_parameters",
     "flops_per_example",

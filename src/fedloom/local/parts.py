@@ -1,8 +1,8 @@
 """The slots of local training: what each part is called with, and what it must return.
 
 out: outputs of the network for one batch, plus what the decisions added ("logits", "feats", "gates", ...).
-ref: what does not change during the client's work: "anchor" (the downloaded parameters), "seen" and "current"
-(additive class masks or None), and whatever the method passes.
+ref: what does not change during the client's work: "anchor" (the downloaded parameters), "seen", "old", "current" and
+"all" (additive class masks or None, see `Context.class_mask`), and whatever the method passes.
 carry: name of the carry -> its tensors, as they were before this batch.
 A part names the `ref` keys that it reads in `needs`; the loop checks them before the first step.
 """

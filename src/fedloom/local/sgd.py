@@ -128,7 +128,8 @@ class LocalSGD:
     def _ref(self, down: Payload, ctx: Context, extra: Mapping[str, Any]) -> dict[str, Any]:
         parts = (*self.terms, *self.decisions, *self.transforms, *self.carries.values())
         needed = {key for part in parts for key in getattr(part, "needs", ())}
-        ref = {"seen": ctx.class_mask("seen"), "current": ctx.class_mask("current"), "all": None, **extra}
+        masks = {scope: ctx.class_mask(scope) for scope in ("seen", "old", "current", "all")}
+        ref = {**masks, **extra}
         if "anchor" in needed:
             device = ctx.net.forward.device
             ref["anchor"] = {name: tensor.to(device) for name, tensor in down["params"].items()}

@@ -56,11 +56,20 @@ def load(name: str) -> Callable[..., Any]:
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
     """Option values of every preset of a method (`PRESETS` of its module); `paper` always exists."""
+    return {"paper": {}, **_declared(name, "PRESETS")}
+
+
+def ablations(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """Option values of every switch of a method (`ABLATIONS` of its module): what takes a part of it away."""
+    return _declared(name, "ABLATIONS")
+
+
+def _declared(name: str, attribute: str) -> Mapping[str, Mapping[str, Any]]:
     module = sys.modules[load(name).__module__] if ":" not in name else _module(name.partition(":")[0], "method.name")
-    found = getattr(module, "PRESETS", {})
+    found = getattr(module, attribute, {})
     if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
-        raise ConfigError(f"method.name '{name}': PRESETS of its module must map presets to mappings of options")
-    return {"paper": {}, **found}
+        raise ConfigError(f"method.name '{name}': {attribute} of its module must map names to mappings of options")
+    return found
 
 
 def load_attribute(name: str, field: str) -> Any:

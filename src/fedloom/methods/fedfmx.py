@@ -5,9 +5,10 @@ expert game (eq. 5) -> Shapley values, exact in closed form -> active experts an
 
 Left open by the paper; default first. Options: `fisher_scale` (z-score across experts) and `fisher_squash`;
 `empty_value` v(empty) ("chance" is -ln classes in scope); `stop` (the literal inequality with the trigger kept; a
-number k is Top-k); `fallback` weights where no active expert has a positive value (the literal 0/0 never starts to
-learn; "skip" reproduces it); which samples update the Fisher, how often ("batch" forgets within a task, "task"
-remembers across tasks) and where it lives; `merge` of the experts; `label_scope`; `mixing`; `balance`.
+number k is Top-k); `scores` of the game (without FRES: the loss alone) and `weights` of the active experts; `fallback`
+weights where none of them has a positive value (the literal 0/0 never starts to learn; "skip" reproduces it); which
+samples update the Fisher, how often ("batch" forgets within a task, "task" remembers across tasks) and where it lives;
+`merge` of the experts; `label_scope`; `mixing`; `balance`.
 Fixed: plasticity gains are divided by their sum over experts (1/K for 0/0); the Fisher averages per-sample squared
 gradients, not the square of the mean gradient, and merges like a weight; balance and distillation reach the backbone;
 the head has a fixed width and rows of unseen classes take no part in anything; the gate is linear on the backbone's
@@ -34,10 +35,31 @@ from fedloom.local.terms.routed import RoutedCrossEntropy
 from fedloom.merge.mean import replies_mean
 from fedloom.methods.experts import MERGES, PooledFedAvg
 from fedloom.select.fisher import SCALES, SQUASHES, FisherMap
-from fedloom.select.routing import FALLBACKS, MIXES, FisherShapley, RoutingWeights, empty_rule, stop_rule
+from fedloom.select.routing import (
+    FALLBACKS,
+    MIXES,
+    MOST_EXPERTS,
+    WEIGHINGS,
+    FisherShapley,
+    FisherUtility,
+    LossUtility,
+    empty_rule,
+    stop_rule,
+)
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
-Count = Annotated[int, Ge(1), Le(10_000)]
+# The paper's ladder (table 3), as far as its text says what is left when a part is taken away.
+WITHOUT_AES: dict[str, Any] = {"stop": "all", "weights": "uniform"}
+WITHOUT_RAR: dict[str, Any] = {"gamma": 0.0, "inference_experts": "all"}
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "no-fres": {"scores": "loss"},
+    "no-aes": WITHOUT_AES,
+    "no-rar": WITHOUT_RAR,
+    "none": {"scores": "loss", **WITHOUT_AES, **WITHOUT_RAR},
+    "top1": {"stop": 1},
+    "top2": {"stop": 2},
+}
+Count = Annotated[int, Ge(1), Le(MOST_EXPERTS)]
 Share = Annotated[float, Ge(0), Le(1)]
 Weight = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
@@ -109,12 +131,14 @@ def fedfmx(
     fisher_cadence: Literal["batch", "epoch", "round", "task"] = "batch",
     fisher_home: Literal["server", "client", "reset"] = "server",
     empty_value: Literal["chance"] | float = 0.0,
-    stop: Literal["literal", "exclude_trigger", "abs"] | Count = "literal",
+    scores: Literal["fres", "loss"] = "fres",
+    stop: Literal["literal", "exclude_trigger", "abs", "all"] | Count = "literal",
+    weights: Literal["shapley", "uniform"] = "shapley",
     fallback: Literal["softmax", "uniform", "top1", "skip"] = "softmax",
     label_scope: Literal["seen", "current"] = "seen",
     balance: Literal["sample", "batch", "switch"] = "sample",
     mixing: Literal["logits", "probabilities"] = "logits",
-    inference_experts: Count = 2,
+    inference_experts: Literal["all"] | Count = 2,
     merge: Literal["client", "usage"] = "client",
     uniform: bool = False,
     buffers: Literal["mean", "pooled", "frozen"] = "mean",
@@ -123,11 +147,12 @@ def fedfmx(
     if fisher_home == "reset" and fisher_cadence in ("round", "task"):
         raise ConfigError(f"fisher_cadence '{fisher_cadence}' needs fisher_home server or client, got 'reset'")
     scale, squash = _pick("fisher_scale", fisher_scale, SCALES), _pick("fisher_squash", fisher_squash, SQUASHES)
+    utility = {"fres": FisherUtility(alpha, FisherMap(scale, squash)), "loss": LossUtility()}
+    weigh = _pick("weights", weights, WEIGHINGS)
     routing = FisherShapley(
-        alpha=alpha,
+        utility=_pick("scores", scores, utility),
         stop=stop_rule(stop, mu),
-        weigh=RoutingWeights(_pick("fallback", fallback, FALLBACKS)(tau_r)),
-        fisher_map=FisherMap(scale, squash),
+        weigh=weigh(_pick("fallback", fallback, FALLBACKS)(tau_r)),
         empty_value=empty_rule(empty_value),
         tau=tau_r,
         scope=label_scope,
@@ -137,7 +162,8 @@ def fedfmx(
     terms = (RoutedCrossEntropy(label_scope), *(term for term in gate if term.weight))
     carries = {"fisher": fisher, "routing": RoutingUse(experts)}
     local = replace(local, terms=terms, decisions=(routing,), carries=carries)
-    mix, home = _pick("mixing", mixing, MIXES)(inference_experts), _pick("fisher_home", fisher_home, HOMES)()
+    top = MOST_EXPERTS if inference_experts == "all" else inference_experts
+    mix, home = _pick("mixing", mixing, MIXES)(top), _pick("fisher_home", fisher_home, HOMES)()
     merging = _pick("merge", merge, MERGES)
     pool = {"experts": experts, "body": body, "temperature": temperature, "mix": mix, "merge": merging}
     return FedFMX(local, uniform=uniform, buffers=buffers, home=home, **pool)

@@ -84,9 +84,11 @@ def _cut_head(body: nn.Module) -> tuple[str, int]:
 def timm_backbone(name: str, *, input_shape: Sequence[int], weights: str | None, options: Mapping[str, Any]) -> Foreign:
     """A timm network without classifier, with the input channels (and, where it is fixed, the image size) of the data.
 
-    weights: None or the path of a local state dict in timm's layout; position embeddings of another image size are
-    resampled where timm can. options: further arguments of `timm.create_model`, such as `patch_size`.
-    Raises `ConfigError` when timm is missing, and for an unknown name, option or weight.
+    weights: None, "pretrained" for those that timm publishes under this name (on the Hugging Face hub, or in its
+    cache), or the path of a local state dict in timm's layout; position embeddings of another image size are resampled
+    where timm can. options: further arguments of `timm.create_model`, such as `patch_size`.
+    Raises `ConfigError` when timm is missing, for an unknown name, option or weight, and for published weights that
+    cannot be had.
     """
     try:
         import timm
@@ -101,8 +103,12 @@ def timm_backbone(name: str, *, input_shape: Sequence[int], weights: str | None,
         raise ConfigError(f"model.options of timm/{name}: {reserved} are set by the library; use weights for a file")
     config = timm.get_pretrained_cfg(name)
     sized = {"img_size": tuple(input_shape[1:])} if config is not None and config.fixed_input_size else {}
+    given = {"num_classes": 0, "in_chans": input_shape[0], **sized, **options}
+    if weights == "pretrained":
+        body = _published(name, given)
+        return Foreign(body, getattr(body, "head_hidden_size", None) or body.num_features)
     try:
-        body = timm.create_model(name, num_classes=0, in_chans=input_shape[0], **(sized | dict(options)))
+        body = timm.create_model(name, **given)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"model.options of timm/{name}: {error}") from error
     if weights is not None:
@@ -110,3 +116,18 @@ def timm_backbone(name: str, *, input_shape: Sequence[int], weights: str | None,
         convert = getattr(sys.modules[type(body).__module__], "checkpoint_filter_fn", None)
         load_weights(body, weights, ignore=[heads] if isinstance(heads, str) else list(heads or ()), convert=convert)
     return Foreign(body, getattr(body, "head_hidden_size", None) or body.num_features)
+
+
+def _published(name: str, given: Mapping[str, Any]) -> nn.Module:
+    """The network with the weights that timm publishes; every process of a run gets them from the hub's cache."""
+    import timm
+
+    log.warning("taking the published weights of timm/%s from the Hugging Face hub or its cache", name)
+    try:
+        return timm.create_model(name, pretrained=True, **given)
+    except Exception as error:  # of the network, the hub's client and timm, each with errors of its own
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.weights is pretrained, but those of timm/{name} cannot be had ({type(error).__name__}: {reason}); "
+            "give the path of a local state dict, or fetch them once where there is a network"
+        ) from error

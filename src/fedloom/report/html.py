@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.core.errors import ConfigError
-from fedloom.report import plots
+from fedloom.report import comparison, plots
 from fedloom.report.record import Row, RunRecord, number, read_run
 from fedloom.report.tables import COSTS, RESULTS, TROUBLE, comparison_rows, warning
 from fedloom.report.units import NONE, byte_size, count, decimal, duration, percent, points, signed_points
@@ -59,12 +59,24 @@ class Grid(NamedTuple):
 def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Write the page about the runs in `folders` to the file `out` and return its path.
 
-    What a folder lacks is shown as "not recorded". Raises `ConfigError` when there is no folder, when one is no
-    run folder, or when the file cannot be written.
+    The folder of a comparison stands for its finished runs, and its table comes first. What a folder lacks is shown
+    as "not recorded". Raises `ConfigError` when there is no folder, when one holds neither a run nor a comparison of
+    which some run has ended, or when the file cannot be written.
     """
     if not folders:
         raise ConfigError("a report needs at least one run folder.")
-    page = render([read_run(Path(folder)) for folder in folders])
+    runs: list[tuple[str | None, Path]] = []
+    grids = []
+    for folder in map(Path, folders):
+        if comparison.is_comparison(folder):
+            content = comparison.read_comparison(folder)
+            runs += comparison.run_folders(folder, content).items()
+            head, *rows = comparison.grid(content)
+            grids.append((comparison.title(content), Grid(head, rows, " ".join(comparison.notes(content)))))
+        else:
+            runs.append((None, folder))
+    names = [name for name, _ in runs]
+    page = render([read_run(path) for _, path in runs], names, grids)
     try:
         partial = out.with_name(out.name + ".partial")
         partial.write_text(page, encoding="utf-8", errors="backslashreplace")
@@ -74,13 +86,15 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def render(records: Sequence[RunRecord]) -> str:
-    """The page as text."""
+def render(
+    records: Sequence[RunRecord], names: Sequence[str | None] = (), comparisons: Sequence[tuple[str, Grid]] = ()
+) -> str:
+    """The page as text. names: of the runs, None for one of its own making. comparisons: titles and tables."""
     from importlib.resources import files
 
     from jinja2 import Environment, StrictUndefined
 
-    names = run_names(records)
+    names = _unique(names, records)
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(files("fedloom.report").joinpath("template.html").read_text(encoding="utf-8"))
@@ -88,7 +102,13 @@ def render(records: Sequence[RunRecord]) -> str:
         runs = [_run_view(record, name, f"run{i}") for i, (record, name) in enumerate(zip(records, names, strict=True))]
         several = _comparison_view(records, names) if len(records) > 1 else None
     title = names[0] if len(records) == 1 else f"{len(records)} runs compared"
-    return template.render(title=title, runs=runs, several=several, glossary=GLOSSARY)
+    return template.render(title=title, runs=runs, several=several, comparisons=comparisons, glossary=GLOSSARY)
+
+
+def _unique(names: Sequence[str | None], records: Sequence[RunRecord]) -> list[str]:
+    """The given names where there is one for every run and no two are alike, else names of their own making."""
+    given = [name for name in names if name is not None]
+    return given if len(set(given)) == len(records) else run_names(records)
 
 
 def run_names(records: Sequence[RunRecord]) -> list[str]:

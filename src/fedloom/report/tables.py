@@ -31,6 +31,7 @@ COSTS: tuple[tuple[str, str, Format], ...] = (
     ("train_seconds", "Training time, all clients", duration),
     ("bytes_up", "Sent by clients", byte_size),
     ("bytes_down", "Sent to clients", byte_size),
+    ("sample_visits", "Sample visits", count),
     ("parameters", "Parameters", short_count),
     ("active_parameters", "Parameters used per example", short_count),
     ("flops_per_example", "FLOPs per example", short_count),

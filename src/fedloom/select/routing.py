@@ -22,6 +22,8 @@ from fedloom.core.tree import Tensors
 from fedloom.select.fisher import FisherMap, head_gradients, shares, signals
 from fedloom.select.shapley import check_mu, keep_until, marginals, select_experts, shapley_values
 
+Utility = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
+Weigh = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 EmptyValue = Callable[[Tensor | None, int], "float | Tensor"]
 Fallback = Callable[[Tensor, Tensor], Tensor]
 
@@ -94,6 +96,9 @@ class TopExperts:
         return torch.zeros_like(phi, dtype=torch.bool).scatter_(1, order, True)
 
 
+MOST_EXPERTS = 10_000
+
+
 STOPS: dict[str, Callable[[float], Stop]] = {
     "literal": AdaptiveStop,
     "exclude_trigger": ExclusiveStop,
@@ -102,11 +107,13 @@ STOPS: dict[str, Callable[[float], Stop]] = {
 
 
 def stop_rule(rule: str | int, mu: float) -> Stop:
-    """A rule by name, or Top-k by number; raises `ConfigError` for an unknown name."""
+    """A rule by name, Top-k by number, or "all"; raises `ConfigError` for an unknown name."""
+    if rule == "all":
+        return TopExperts(MOST_EXPERTS)
     if isinstance(rule, int):
         return TopExperts(rule)
     if rule not in STOPS:
-        raise ConfigError(unknown("stop rule", rule, STOPS) + " A number k selects the top k experts.")
+        raise ConfigError(unknown("stop rule", rule, (*STOPS, "all")) + " A number k selects the top k experts.")
     return STOPS[rule](mu)
 
 
@@ -175,6 +182,15 @@ FALLBACKS: dict[str, Callable[[float], Fallback]] = {
 
 
 @dataclass(frozen=True)
+class UniformWeights:
+    """Every active expert counts the same: routing without the Shapley weights."""
+
+    def __call__(self, phi: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights [batch, experts], 0 outside `active`, and that no row [batch] used a fallback."""
+        return uniform_weights(phi, active), torch.zeros_like(active[:, 0])
+
+
+@dataclass(frozen=True)
 class RoutingWeights:
     """w = max(phi, 0) / sum of max(phi, 0) over the active experts; `fallback` where that sum is 0.
 
@@ -193,30 +209,64 @@ class RoutingWeights:
         return weights, empty.squeeze(1)
 
 
+WEIGHINGS: dict[str, Callable[[Fallback], Weigh]] = {
+    "shapley": RoutingWeights,
+    "uniform": lambda fallback: UniformWeights(),
+}
+
+
+@dataclass(frozen=True)
+class FisherUtility:
+    """What an expert gains and costs by FRES: gain = -loss + (1 - alpha) * share of plasticity, cost = alpha *
+    stability cost (eqs. 3-5)."""
+
+    alpha: float
+    fisher_map: FisherMap = field(default_factory=FisherMap)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha must be in [0, 1], got {self.alpha}")
+
+    def __call__(
+        self, loss: Tensor, features: Tensor, delta_sq: Tensor, fisher: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gain and cost [batch, experts]."""
+        stability, plasticity = signals(features, delta_sq, self.fisher_map(fisher, rows))
+        return (1 - self.alpha) * shares(plasticity) - loss, self.alpha * stability
+
+
+@dataclass(frozen=True)
+class LossUtility:
+    """The game without FRES: an expert gains by its low loss and costs nothing."""
+
+    def __call__(
+        self, loss: Tensor, features: Tensor, delta_sq: Tensor, fisher: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gain and cost [batch, experts]."""
+        return -loss, torch.zeros_like(loss)
+
+
 @dataclass(frozen=True)
 class FisherShapley:
     """Decision: FRES -> expert game -> Shapley values -> active experts, weights and teacher gates.
 
     Reads from `out` "features" [experts, batch, dim] and "expert_logits" [experts, batch, classes]; from `carry`
     fisher/experts as it was before this batch; from `ref` the mask of `scope` (the one of the loss) and
-    "fisher_rows" (ids of the existing head rows, or None). gain = -loss + (1 - alpha) * share of plasticity,
-    cost = alpha * stability cost (eqs. 3-6). Adds phi, active (bool), weights and teacher_gates = softmax(phi /
-    tau) [batch, experts], fallback (bool) [batch], and delta_sq [experts, batch, classes], the squared logit
-    gradients that update the Fisher.
+    "fisher_rows" (ids of the existing head rows, or None). `utility` says what an expert gains and costs (eqs. 3-5),
+    the Shapley values follow (eq. 6). Adds phi, active (bool), weights and teacher_gates = softmax(phi / tau)
+    [batch, experts], fallback (bool) [batch], and delta_sq [experts, batch, classes], the squared logit gradients
+    that update the Fisher.
     """
 
-    alpha: float
+    utility: Utility
     stop: Stop
-    weigh: RoutingWeights = RoutingWeights()
-    fisher_map: FisherMap = field(default_factory=FisherMap)
+    weigh: Weigh = RoutingWeights()
     empty_value: EmptyValue = FixedValue()
     tau: float = 1.0
     scope: str = "seen"
     needs: ClassVar[tuple[str, ...]] = ("fisher_rows",)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha must be in [0, 1], got {self.alpha}")
         if not (math.isfinite(self.tau) and self.tau > 0):
             raise ConfigError(f"tau_r must be a finite number above 0, got {self.tau}")
 
@@ -224,10 +274,8 @@ class FisherShapley:
         """Return the names to add to `out`."""
         mask = ref[self.scope]
         logits = out["expert_logits"] if mask is None else out["expert_logits"] + mask
-        fisher = self.fisher_map(carry["fisher"]["experts"], ref["fisher_rows"])
         loss, delta_sq = head_gradients(logits, batch.y)
-        stability, plasticity = signals(out["features"], delta_sq, fisher)
-        gain, cost = (1 - self.alpha) * shares(plasticity) - loss.T, self.alpha * stability
+        gain, cost = self.utility(loss.T, out["features"], delta_sq, carry["fisher"]["experts"], ref["fisher_rows"])
         empty_value = self.empty_value(mask, logits.shape[-1])
         phi = shapley_values(gain, cost, empty_value)
         active = self.stop(phi, gain, cost, empty_value)

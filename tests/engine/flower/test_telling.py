@@ -46,7 +46,8 @@ def taken(item: Any, records: dict[str, Any], todo: Any = WORK, **given: Any) ->
 def good(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """An answer that is sound; with changes to what its header says."""
     metrics = MetricRecord({"loss": 0.5, "steps": 3, WEIGHT: 2.0})
-    return {"k": 0, "index": INDEX, "stored": None, "seconds": 0.25, **changes}, {**CONTENT, metrics_at("0"): metrics}
+    said = {"k": 0, "index": INDEX, "stored": None, "seconds": 0.25, "visits": [34, 5], **changes}
+    return said, {**CONTENT, metrics_at("0"): metrics}
 
 
 @pytest.mark.parametrize("instruction", [WORK, CENSUS, PROBE, PROBE._replace(state=None)])
@@ -75,7 +76,8 @@ def test_an_instruction_that_lacks_something_is_refused():
 
 def test_an_upload_is_taken_with_its_weight_and_metrics():
     answer, (payload,) = taken(*good())
-    assert answer == Done(3, Ref("spool", ("none", "params"), (), None), 2.0, {"loss": 0.5, "steps": 3.0}, False, 0.25)
+    metrics = {"loss": 0.5, "steps": 3.0}
+    assert answer == Done(3, Ref("spool", ("none", "params"), (), None), 2.0, metrics, False, 0.25, 34, 5)
     assert digest(payload) == digest({"params": {"w": torch.arange(4.0)}, "none": {}}) and "none" in payload
     assert taken(*good(stored="ab"))[0].stored
 
@@ -117,6 +119,9 @@ def test_a_failure_is_told_in_the_words_of_the_node():
         ({"index": None}, "the index of the message is damaged"),
         ({"k": 1}, "its payload did not come"),
         ({"seconds": None}, "TypeError"),
+        ({"visits": [-1, 0]}, "its sample visits must be two whole numbers from 0 up"),
+        ({"visits": [1, 3.5]}, "its sample visits must be two whole numbers from 0 up"),
+        ({"visits": 3}, "its sample visits must be two whole numbers from 0 up"),
         ({"index": {**INDEX, "fields": {"0": ["params", ""]}}}, "the field '' was announced and did not come"),
     ],
 )
@@ -124,6 +129,14 @@ def test_a_damaged_answer_is_a_failure_that_is_no_fault_of_the_method(change: di
     answer, written = taken(*good(**change))
     assert answer.lost and words in answer.reason and answer.reason.startswith("its answer is damaged: ")
     assert written == []
+
+
+def test_an_answer_says_how_many_examples_were_visited():
+    assert taken(*good(visits=[0, 0]))[0].visits == 0
+    item, records = good()
+    del item["visits"]
+    answer, written = taken(item, records)
+    assert answer.lost and answer.reason == "its answer is damaged: KeyError: 'visits'" and written == []
 
 
 def test_uploads_are_checked_before_they_are_kept():

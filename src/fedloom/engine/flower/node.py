@@ -116,7 +116,8 @@ class Node:
             return {"index": index}, records
         stored = self.store.sha256(todo.client, todo.version) if answer.stored else None
         metrics = MetricRecord({**answer.metrics, WEIGHT: answer.weight})
-        return {"index": index, "stored": stored, "seconds": answer.seconds}, {**records, metrics_at(key): metrics}
+        header = {"index": index, "stored": stored, "seconds": answer.seconds, "visits": [answer.visits, answer.passes]}
+        return header, {**records, metrics_at(key): metrics}
 
     def _log(self, text: str) -> None:
         path = self.runtime.log
@@ -138,7 +139,8 @@ class Node:
             if state is not None:
                 save_payload(folder / "state.safetensors", state)
             stage = self.experiment.plan.stage(todo.stage, todo.client)
-            own = {"client": todo.client, "seen": list(stage.seen), "current": list(stage.classes)}
+            own = {"client": todo.client, "seen": list(stage.seen), "old": list(stage.old)}
+            own["current"] = list(stage.classes)
             write_json(folder / "model.json", {**asked["card"]["model"], **own})
             write_bytes(folder.parent / "config.yaml", yaml_text(asked["card"]["config"]).encode())
         return message({"run": asked["run"], "number": asked["number"]}, {})

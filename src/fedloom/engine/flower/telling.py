@@ -81,8 +81,11 @@ def answer_of(
             raise PayloadError(f"the upload has {size} bytes, and the limit is {limit}; {mend}")
         check_structure(payload, "the upload")
         metrics, weight = _metrics(content, key)
-        stored, seconds = item["stored"] is not None, float(item["seconds"])
-        return Done(todo.client, write(payload), weight, metrics, stored, seconds)
+        stored, seconds, visits = item["stored"] is not None, float(item["seconds"]), item["visits"]
+        numbers = visits if isinstance(visits, list) else []
+        if len(numbers) != 2 or not all(isinstance(n, int) and n >= 0 for n in numbers):
+            raise PayloadError("its sample visits must be two whole numbers from 0 up")
+        return Done(todo.client, write(payload), weight, metrics, stored, seconds, *visits)
     except RunError:  # this machine's disk, say
         raise
     except Exception as error:  # a node may send anything

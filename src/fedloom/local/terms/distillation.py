@@ -22,7 +22,7 @@ class Distillation:
 
     factor is T^2 with `scale=True` (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
     section 2) and 1 without. teacher: name in `out` of the teacher's logits, which get no gradient; a decision
-    such as `TeacherLogits` puts them there. With scope "old" the method passes `ref["old"]`, an additive mask.
+    such as `TeacherLogits` puts them there. A scope without classes ("old" in the first stage) has the loss 0.
     """
 
     temperature: float = 2.0

@@ -1,0 +1,241 @@
+"""Methods against each other over seeds, each run once: `compare`, and `ablate` for the parts of one method.
+
+Every run is a run folder `<out>/runs/<configuration hash>/`. What is done is opened, what was interrupted goes on,
+what is missing is run; so the same call again computes only what is not there. Next to `runs/` lie `compare.json`
+(its content: `fedloom.report.comparison`), `compare.md` and `compare.csv`, written anew after every finished run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.api import Run
+from fedloom.core.errors import ConfigError, FedloomError, Interrupted, RunError
+from fedloom.evaluate.comparison import budget, compared
+from fedloom.planned import Planned, plan, plan_ablation
+from fedloom.report import comparison as report
+
+if TYPE_CHECKING:
+    from fedloom.engine.experiment import Observer
+
+Work = Callable[[Sequence["Observer"]], Run]
+Watch = Callable[[Work], Run]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison left.
+
+    folder: where everything is. summary: the content of compare.json. runs: label -> seed -> run, finished ones only.
+    failed: (label, seed) -> why the run is missing.
+    """
+
+    folder: Path
+    summary: Mapping[str, Any]
+    runs: Mapping[str, Mapping[int, Run]]
+    failed: Mapping[tuple[str, int], str]
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.failed)} runs failed" if self.failed else ""
+        return f"Comparison({', '.join(self.runs)} over seeds {self.summary['seeds']}{failed}, '{self.folder}')"
+
+    def table(self) -> list[dict[str, Any]]:
+        """The table as numbers, one mapping per method; see `fedloom.report.comparison.rows`."""
+        return report.rows(self.summary)
+
+    @property
+    def markdown(self) -> str:
+        """The table with its notes, as in compare.md."""
+        return report.markdown(self.summary)
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+
+def compare(
+    recipe_or_config: Any = None,
+    methods: Any = (),
+    seeds: Any = (0, 1, 2),
+    *,
+    out: str | Path | None = None,
+    reference: str | None = None,
+    data: Any = None,
+    model: Any = None,
+    engine: str | Mapping[str, Any] | None = None,
+    observers: Sequence[Observer] = (),
+    verbose: bool | None = None,
+    **overrides: Any,
+) -> Comparison:
+    """Run methods on the same stream, seeds and budget, and compare them.
+
+    methods: entries, or label -> entry; an entry is a word (`fedprox`, `fedprox@paper+mu=0.1`) or a mapping of the
+    section `method`. seeds: whole numbers. A text of either, as on the command line, will do. out: folder, by default
+    `runs/<recipe>/compare`; calling again with the same one runs only what is missing there. reference: label that
+    the others are tested against, by default the first. overrides: as in `fedloom.run`; options of `method` among
+    them are for every method that does not set them itself. The rest is as in `fedloom.run`; observers get a note
+    before every run. A run that fails does not stop the others and is found in `Comparison.failed`. Raises
+    `ConfigError` before the first run for what cannot be run, `RunError` when no run ended well.
+    """
+    given = {"data": data, "model": model, "engine": engine, **overrides}
+    planned = plan(recipe_or_config, methods, seeds, out=out, reference=reference, **given)
+    return _carried_out(planned, observers, verbose)
+
+
+def ablate(
+    method: str | Mapping[str, Any],
+    recipe_or_config: Any = None,
+    seeds: Any = (0, 1, 2),
+    *,
+    switches: Any = None,
+    out: str | Path | None = None,
+    reference: str | None = None,
+    data: Any = None,
+    model: Any = None,
+    engine: str | Mapping[str, Any] | None = None,
+    observers: Sequence[Observer] = (),
+    verbose: bool | None = None,
+    **overrides: Any,
+) -> Comparison:
+    """Compare a method as it is ("full") with the method without each of its parts.
+
+    method: an entry as in `compare`. switches: names of those that the method declares (ABLATIONS of its module), by
+    default all; a switch's options go over those of the entry. out: by default `runs/<recipe>/ablate-<method>`. The
+    rest is as in `compare`.
+    """
+    given = {"data": data, "model": model, "engine": engine, **overrides}
+    planned = plan_ablation(method, recipe_or_config, seeds, switches=switches, out=out, reference=reference, **given)
+    return _carried_out(planned, observers, verbose)
+
+
+def _carried_out(planned: Planned, observers: Sequence[Observer], verbose: bool | None) -> Comparison:
+    from fedloom.progress import Lines, quiet_by_default
+    from fedloom.terminal import say
+
+    loud = verbose or (verbose is None and not quiet_by_default())
+
+    def tell(text: str) -> None:
+        if loud:
+            say(text, err=True)
+        for observer in observers:
+            observer.note(text)
+
+    return carry_out(planned, lambda work: work([*observers, Lines()] if loud else observers), tell)
+
+
+def carry_out(planned: Planned, watch: Watch, tell: Tell) -> Comparison:
+    """Make the runs that are missing, one after the other, and write the comparison after each.
+
+    watch: calls what it is given with the observers of one run. tell: told which run is next.
+    """
+    _prepare(planned.folder)
+    results = Results(planned)
+    total = len(planned.runs)
+    if results.done:
+        tell(f"already there: {len(results.done)} of {total} runs")
+    results.write()
+    left = [key for key in planned.runs if key not in results.done and key not in results.failed]
+    try:
+        for number, key in enumerate(left, total - len(left) + 1):
+            label, seed = planned.runs[key]
+            place = f"run {number} of {total}: {label}, seed {seed}"
+            tell(place)
+            try:
+                results.done[key] = watch(partial(planned.carry, key))
+            except Interrupted:
+                raise
+            except FedloomError as error:
+                results.failed[key] = error
+                tell(f"{place} failed: {error}")
+            results.write()
+    except (Interrupted, KeyboardInterrupt) as error:
+        raise Interrupted(
+            f"interrupted in {place}; what is done stays in '{planned.folder}', and the same command goes on there"
+        ) from error
+    return results.comparison()
+
+
+def _prepare(folder: Path) -> None:
+    """Make the folder; `ConfigError` when it cannot be written."""
+    try:
+        (folder / report.RUNS).mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, os.strerror(13))
+    except OSError as error:
+        raise ConfigError(
+            f"out is '{folder}', which cannot be written: {error.strerror}; name another folder"
+        ) from error
+
+
+class Results:
+    """The runs that are there so far, and the files about them.
+
+    done: configuration hash -> run. failed: configuration hash -> why there is none.
+    """
+
+    def __init__(self, planned: Planned):
+        self.planned = planned
+        self.done: dict[str, Run] = {}
+        self.failed: dict[str, FedloomError] = {}
+        for key in planned.runs:
+            if planned.state(key) == "done":
+                try:
+                    self.done[key] = planned.open(key)
+                except FedloomError as error:
+                    self.failed[key] = error
+
+    @property
+    def runs(self) -> dict[str, dict[int, Run]]:
+        """Label -> seed -> finished run."""
+        keyed = self.planned.keys.items()
+        return {label: {s: self.done[k] for s, k in keys.items() if k in self.done} for label, keys in keyed}
+
+    def content(self) -> dict[str, Any]:
+        """What compare.json holds."""
+        planned, runs = self.planned, self.runs
+        summaries = {label: {seed: run.summary for seed, run in found.items()} for label, found in runs.items()}
+        numbers = compared(summaries, planned.reference)
+        first = next((run.summary for run in self.done.values()), {})
+        return {
+            "title": planned.title,
+            "recipe": planned.recipe,
+            "dataset": first.get("dataset"),
+            "scenario": first.get("scenario"),
+            "reference": planned.reference,
+            "seeds": list(planned.seeds),
+            "complete": len(self.done) == len(planned.runs),
+            "methods": {label: {**self._entry(label), **numbers[label]} for label in planned.methods},
+            "budget": budget(summaries, planned.reference),
+        }
+
+    def _entry(self, label: str) -> dict[str, Any]:
+        keys = self.planned.keys[label]
+        reasons = {key: str(error) for key, error in self.failed.items()}
+        missing = {str(seed): reasons.get(key) for seed, key in keys.items() if key not in self.done}
+        runs = {str(seed): key for seed, key in keys.items()}
+        return {"method": dict(self.planned.methods[label]), "runs": runs, "missing": missing}
+
+    def write(self) -> None:
+        """Write compare.json, compare.md and compare.csv, each whole or not at all."""
+        from fedloom.engine.files import write_bytes, write_json
+
+        folder, content = self.planned.folder, self.content()
+        write_json(folder / report.JSON, content)
+        write_bytes(folder / report.MARKDOWN, report.markdown(content).encode())
+        write_bytes(folder / report.CSV, report.csv_text(content).encode())
+
+    def comparison(self) -> Comparison:
+        """What is there at the end. Raises the error of the only kind there was when no run ended well."""
+        if not self.done:
+            key, first = next(iter(self.failed.items()))
+            label, seed = self.planned.runs[key]
+            kind = ConfigError if all(e.exit_code == ConfigError.exit_code for e in self.failed.values()) else RunError
+            raise kind(f"no run ended well; {label}, seed {seed}: {first}") from first
+        named = {key: place for key, place in self.planned.runs.items() if key in self.failed}
+        failed = {place: str(self.failed[key]) for key, place in named.items()}
+        return Comparison(self.planned.folder, self.content(), self.runs, failed)

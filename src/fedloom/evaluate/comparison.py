@@ -1,0 +1,133 @@
+"""Numbers of several methods over seeds: means with intervals, paired tests against one of them, the budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fedloom.evaluate.statistics import compare_paired, mean_interval
+
+Summary = Mapping[str, Any]
+Values = dict[int, float]  # seed -> value
+
+RESULTS = (
+    "final_accuracy",
+    "average_incremental_accuracy",
+    "current_task_accuracy",
+    "forgetting",
+    "backward_transfer",
+    "accuracy_within_task",
+    "per_client_accuracy_mean",
+    "per_client_accuracy_worst10",
+    "domain_mean",
+    "domain_std",
+    "domain_worst",
+)
+COSTS = (
+    "bytes_up",
+    "bytes_down",
+    "sample_visits",
+    "pass_visits",
+    "parameters",
+    "active_parameters",
+    "flops_per_example",
+    "wall_seconds",
+    "train_seconds",
+    "peak_rss_bytes",
+)
+TROUBLES = ("failed_clients", "rejected_updates", "degraded_rounds")
+MEASURES = (*RESULTS, *COSTS, *TROUBLES)
+
+
+def measures(summary: Summary) -> dict[str, float]:
+    """The numbers of a run's summary that are compared; what it lacks is left out."""
+    known = {**summary, "current_task_accuracy": current_task_accuracy(summary.get("accuracy_matrix"))}
+    return {key: known[key] for key in MEASURES if _is_number(known.get(key))}
+
+
+def current_task_accuracy(matrix: Any) -> float | None:
+    """Mean over tasks of the accuracy after the stage in which the task arrived; None for a single stage.
+
+    matrix: R[t][j] as in the summary, None where task j has not arrived by stage t. In a synchronous stream this is
+    the mean of the diagonal.
+    """
+    if not isinstance(matrix, list) or len(matrix) < 2:
+        return None
+    arrived = [next((value for value in column if value is not None), None) for column in zip(*matrix, strict=True)]
+    known = [value for value in arrived if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def compared(summaries: Mapping[str, Mapping[int, Summary]], reference: str) -> dict[str, dict[str, Any]]:
+    """Per label `metrics` {key: {mean, std, low, high, n, values}} and `tests` {key: {difference, p_t, p_wilcoxon, n}}.
+
+    summaries: label -> seed -> summary; seeds may be missing. Intervals are of 95 %, Student-t over seeds. Tests are
+    two-sided, paired over the seeds that a label and the reference share, difference = label - reference; the
+    reference has none. Results are tested, costs are not.
+    """
+    values = {label: _by_measure(runs) for label, runs in summaries.items()}
+    against = values.get(reference, {})
+    return {
+        label: {
+            "metrics": {key: _interval(found) for key, found in mine.items()},
+            "tests": {} if label == reference else _tests(mine, against),
+        }
+        for label, mine in values.items()
+    }
+
+
+def budget(summaries: Mapping[str, Mapping[int, Summary]], reference: str) -> dict[str, Any]:
+    """Sample visits: `equal` (None when fewer than two labels share a seed), `visits` label -> seed -> number, and
+    `share` label -> visits as a fraction of the reference's over the seeds that both have.
+    """
+    visits = {label: _by_measure(runs).get("sample_visits", {}) for label, runs in summaries.items()}
+    per_seed: dict[int, list[float]] = {}
+    for found in visits.values():
+        for seed, value in found.items():
+            per_seed.setdefault(seed, []).append(value)
+    shared = [values for values in per_seed.values() if len(values) > 1]
+    base = visits.get(reference, {})
+    return {
+        "equal": all(len(set(values)) == 1 for values in shared) if shared else None,
+        "visits": {label: _texts(found) for label, found in visits.items()},
+        "share": {label: _share(found, base) for label, found in visits.items()},
+    }
+
+
+def _by_measure(runs: Mapping[int, Summary]) -> dict[str, Values]:
+    each = {seed: measures(summary) for seed, summary in sorted(runs.items())}
+    named = ((key, {seed: found[key] for seed, found in each.items() if key in found}) for key in MEASURES)
+    return {key: values for key, values in named if values}
+
+
+def _interval(values: Values) -> dict[str, Any]:
+    found = mean_interval(list(values.values()))
+    kept = {key: asdict(found)[key] for key in ("mean", "std", "low", "high", "n")}
+    return {**kept, "values": _texts(values)}
+
+
+def _tests(mine: Mapping[str, Values], against: Mapping[str, Values]) -> dict[str, Any]:
+    tests = {}
+    for key in RESULTS:
+        a, b = mine.get(key, {}), against.get(key, {})
+        if shared := sorted(a.keys() & b.keys()):
+            found = compare_paired([a[seed] for seed in shared], [b[seed] for seed in shared])
+            tests[key] = {k: getattr(found, k) for k in ("difference", "p_t", "p_wilcoxon", "n")}
+    return tests
+
+
+def _share(mine: Values, base: Values) -> float | None:
+    shared = mine.keys() & base.keys()
+    total = math.fsum(base[seed] for seed in shared)
+    return math.fsum(mine[seed] for seed in shared) / total if total else None
+
+
+def _texts(values: Values) -> dict[str, float]:
+    """Seeds as text, for JSON has no other keys."""
+    return {str(seed): value for seed, value in values.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

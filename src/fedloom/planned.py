@@ -1,0 +1,180 @@
+"""A comparison that is checked to the last word before its first run: which runs, where, by which hash."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom import entries
+from fedloom.api import Run, checked_path, configure, load_run, resume, start
+from fedloom.build import Built, build
+from fedloom.config.layers import nested
+from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, unknown
+from fedloom.report.comparison import RUNS
+
+if TYPE_CHECKING:
+    from fedloom.engine.experiment import Observer
+
+FULL = "full"  # label of a method with all its parts
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A comparison whose configurations are checked; nothing has been run.
+
+    methods: label -> resolved section `method`. keys: label -> seed -> configuration hash, equal for equal runs.
+    make: (label, seed) -> the assembled run and the user's own model. given: what a run needs to be opened and gone on
+    with: the user's own data and model, and workers (None: as they were).
+    """
+
+    title: str
+    recipe: str
+    folder: Path
+    reference: str
+    seeds: tuple[int, ...]
+    methods: Mapping[str, Mapping[str, Any]]
+    keys: Mapping[str, Mapping[int, str]]
+    make: Callable[[str, int], tuple[Built, Any]]
+    given: Mapping[str, Any]
+
+    @property
+    def runs(self) -> dict[str, tuple[str, int]]:
+        """Configuration hash -> first label and seed, in the order of running: all methods on a seed, then the next."""
+        found: dict[str, tuple[str, int]] = {}
+        for seed in self.seeds:
+            for label in self.methods:
+                found.setdefault(self.keys[label][seed], (label, seed))
+        return found
+
+    def path(self, key: str) -> Path:
+        """Folder of the run with that configuration hash."""
+        return self.folder / RUNS / key
+
+    def state(self, key: str) -> str:
+        """`done`, `failed`, `unfinished` or `missing`, as the folder of the run says."""
+        path = self.path(key)
+        if (path / "DONE").exists() and (path / "summary.json").exists():
+            return "done"
+        if not (path / "config.yaml").exists():
+            return "missing"
+        return "failed" if (path / "FAILED").exists() else "unfinished"
+
+    def open(self, key: str) -> Run:
+        """The finished run; `CheckpointError` when the folder is damaged or holds another one."""
+        path, (label, seed) = self.path(key), self.runs[key]
+        _check_key(path, key)
+        found = load_run(path, model=self.given["model"])
+        if (found.summary.get("method"), found.summary.get("seed")) != (self.methods[label]["name"], seed):
+            raise CheckpointError(
+                f"'{path / 'summary.json'}' is of another run; move '{path}' away to run this one again"
+            )
+        return found
+
+    def carry(self, key: str, observers: Sequence[Observer]) -> Run:
+        """Run it, or go on with it."""
+        path = self.path(key)
+        if self.state(key) != "missing":
+            _check_key(path, key)
+            return resume(path, observers=observers, **self.given)
+        built, model = self.make(*self.runs[key])
+        return start(built, path, observers, model)
+
+
+def plan(recipe_or_config: Any, methods: Any, seeds: Any, *, out: Any, reference: Any, **given: Any) -> Planned:
+    """Check everything that `compare` is asked for. Raises `ConfigError` or `DataError`."""
+    sections = entries.sections(methods)
+    title = f"Comparison of {len(sections)} methods" if len(sections) > 1 else next(iter(sections))
+    return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, title=title, name="compare")
+
+
+def plan_ablation(
+    method: Any, recipe_or_config: Any, seeds: Any, *, switches: Any, out: Any, reference: Any, **given: Any
+) -> Planned:
+    """Check everything that `ablate` is asked for. Raises `ConfigError` or `DataError`."""
+    full = entries.section(method)
+    found = entries.switches(full["name"], switches)
+    sections = {FULL: full, **{name: {**full, **options} for name, options in found.items()}}
+    title, name = f"Ablation of {full['name']}", f"ablate-{re.sub(r'[^A-Za-z0-9_.-]+', '-', full['name'])}"
+    return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, title=title, name=name)
+
+
+def _plan(
+    source: Any,
+    sections: Mapping[str, Mapping[str, Any]],
+    seeds: Any,
+    given: Mapping[str, Any],
+    *,
+    out: Any,
+    reference: Any,
+    title: str,
+    name: str,
+) -> Planned:
+    numbers = entries.seeds(seeds)
+    reference = next(iter(sections)) if reference is None else reference
+    if reference not in sections:
+        raise ConfigError(unknown("reference", str(reference), sections))
+    folder = None if out is None else checked_path("out", out)
+    common, layer = _common(given)
+
+    def resolved(label: str, seed: int) -> tuple[str, Any, Any, Any]:
+        return configure(source, method={**common, **sections[label]}, seed=seed, **layer)
+
+    def make(label: str, seed: int) -> tuple[Built, Any]:
+        _, config, own_data, own_model = resolved(label, seed)
+        return build(config, data=own_data, model=own_model), own_model
+
+    trees = {label: resolved(label, numbers[0]) for label in sections}  # a slip in the last word is found at once
+    recipe, config, own_data, own_model = next(iter(trees.values()))
+    keys = {label: {seed: _key(make, label, seed) for seed in numbers} for label in sections}
+    workers = config.engine.workers
+    return Planned(
+        title=title,
+        recipe=recipe,
+        folder=Path("runs") / recipe / name if folder is None else folder,
+        reference=reference,
+        seeds=numbers,
+        methods={label: tree[1].method for label, tree in trees.items()},
+        keys=keys,
+        make=make,
+        given={"data": own_data, "model": own_model, "workers": None if workers == "auto" else workers},
+    )
+
+
+def _common(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options for every method, and all other keywords of `configure`."""
+    ours = [key for key in given if key.split(".")[0] == "method"]
+    common = nested({key: given[key] for key in ours}).get("method", {})
+    if "seed" in given:
+        raise ConfigError("seed is set for every run by the seeds of the comparison; name it there")
+    if not isinstance(common, Mapping):
+        raise ConfigError("method must be a mapping of options for every method; methods are named as entries")
+    for key in ("name", "preset"):
+        if key in common:
+            raise ConfigError(
+                f"method.{key} is set by the entries of the comparison, as in fedprox@paper; name it there"
+            )
+    return dict(common), {key: value for key, value in given.items() if key not in ours}
+
+
+def _key(make: Callable[[str, int], tuple[Built, Any]], label: str, seed: int) -> str:
+    """The configuration hash of a run that can be assembled."""
+    try:
+        return make(label, seed)[0].hash
+    except FedloomError as error:
+        error.args = (f"{label}, seed {seed}: {error}",)
+        raise
+
+
+def _check_key(path: Path, key: str) -> None:
+    """Raise `CheckpointError` unless the folder holds the run that its name says."""
+    mend = f"move '{path}' away, and the same comparison makes the run anew"
+    try:
+        known = json.loads((path / "env.json").read_text(encoding="utf-8"))["config_hash"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"'{path / 'env.json'}' is missing or damaged; {mend}") from error
+    if known != key:
+        raise CheckpointError(f"'{path}' holds another run, with the configuration {str(known)[:12]}; {mend}")

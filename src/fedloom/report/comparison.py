@@ -1,0 +1,316 @@
+"""The table of a comparison in every form, from the content of its compare.json; and the runs that it names.
+
+compare.json (fractions in [0, 1], bytes, seconds; a seed is a key as text; what does not apply is null):
+
+title, recipe, dataset, scenario
+    what was compared, in words; dataset and scenario as in the runs' summaries
+reference, seeds, complete
+    label that the others are tested against; seeds asked for; whether every run is there
+methods
+    label -> `method` (the resolved section), `runs` {seed: configuration hash, the name of the folder in runs/},
+    `missing` {seed: why the run is not there, null for not yet}, `metrics` {key: {mean, std, low, high, n, values
+    {seed: value}}}, `tests` {key: {difference, p_t, p_wilcoxon, n}}; see `fedloom.evaluate.comparison`
+budget
+    `equal`, `visits` {label: {seed: sample visits}}, `share` {label: fraction of the reference's}
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedloom.core.errors import ConfigError
+from fedloom.report.units import NONE, count, duration, percent
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+JSON, MARKDOWN, CSV, RUNS = "compare.json", "compare.md", "compare.csv", "runs"
+FEW = 3  # seeds below which a comparison says little
+HEAD_WIDTH = 11  # characters to which a plain table's headers are wrapped, where its cells are not wider
+
+Content = Mapping[str, Any]
+Metrics = Mapping[str, Mapping[str, Any]]
+
+
+class Column(NamedTuple):
+    """A column after the label. cell: text of a method's entry; None where it has no value."""
+
+    head: str
+    cell: Callable[[Content], str | None]
+
+
+def _spread(key: str) -> Callable[[Content], str | None]:
+    """Mean and half width of the interval in per cent or points, as in "63.3 ± 1.2"."""
+
+    def cell(entry: Content) -> str | None:
+        found = entry["metrics"].get(key)
+        if found is None:
+            return None
+        half = "" if found["high"] is None else f" ± {_hundredth(found['high'] - found['mean'])}"
+        return f"{_hundredth(found['mean'])}{half}"
+
+    return cell
+
+
+def _mean(key: str, write: Callable[[float], str]) -> Callable[[Content], str | None]:
+    def cell(entry: Content) -> str | None:
+        found = entry["metrics"].get(key)
+        return None if found is None else write(found["mean"])
+
+    return cell
+
+
+def _hundredth(fraction: float) -> str:
+    return percent(fraction).removesuffix(" %")
+
+
+def _whole(value: float) -> str:
+    return count(round(value))
+
+
+def megabytes(value: float) -> str:
+    """Bytes as millions of bytes with three significant digits: 1234567 -> "1.23"."""
+    return f"{value / 1e6:.3g}" if value < 1e8 else count(round(value / 1e6))
+
+
+def _parameters(entry: Content) -> str | None:
+    total, active = (_mean(key, _whole)(entry) for key in ("parameters", "active_parameters"))
+    return total if active in (None, total) else f"{total} ({active})"
+
+
+def _passes(entry: Content) -> str | None:
+    found = entry["metrics"].get("pass_visits")
+    return _whole(found["mean"]) if found and found["mean"] else None
+
+
+def _seeds(entry: Content) -> str:
+    done, asked = len(entry["runs"]) - len(entry["missing"]), len(entry["runs"])
+    return str(done) if done == asked else f"{done} of {asked}"
+
+
+def _p_value(entry: Content) -> str | None:
+    p = entry["tests"].get("final_accuracy", {}).get("p_t")
+    return None if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _columns(content: Content) -> list[Column]:
+    """Results, then costs, without columns that are empty for every method."""
+    known = (
+        Column("Seeds", _seeds),
+        Column("Final accuracy, %", _spread("final_accuracy")),
+        Column("Average incremental accuracy, %", _spread("average_incremental_accuracy")),
+        Column("Current task, mean over stages, %", _spread("current_task_accuracy")),
+        Column("Forgetting, pp", _spread("forgetting")),
+        Column("Final accuracy, task known, %", _spread("accuracy_within_task")),
+        Column("Domains, mean, %", _spread("domain_mean")),
+        Column("Domains, deviation (ddof 0), pp", _spread("domain_std")),
+        Column("Domains, worst, %", _spread("domain_worst")),
+        Column(f"p of final accuracy against {content['reference']}", _p_value),
+        Column("MB sent by clients", _mean("bytes_up", megabytes)),
+        Column("MB sent to clients", _mean("bytes_down", megabytes)),
+        Column("Sample visits", _mean("sample_visits", _whole)),
+        Column("Visits without training", _passes),
+        Column("Parameters (active)", _parameters),
+        Column("Wall time", _mean("wall_seconds", duration)),
+    )
+    entries = content["methods"].values()
+    return [column for column in known if any(column.cell(entry) is not None for entry in entries)]
+
+
+def grid(content: Content) -> list[list[str]]:
+    """The table's cells: a row of heads, then a row per method that begins with its label."""
+    columns = _columns(content)
+    rows = [[label, *(c.cell(entry) or NONE for c in columns)] for label, entry in content["methods"].items()]
+    return [["Method", *(c.head for c in columns)], *rows]
+
+
+def notes(content: Content) -> list[str]:
+    """What has to be known to read the table, one sentence or two per line."""
+    many, reference = len(content["seeds"]), content["reference"]
+    lines = ["Accuracies in per cent, forgetting in percentage points."]
+    if many > 1:
+        lines[0] += " Mean ± half of the 95 % Student-t interval over seeds; costs are means."
+    if any(_p_value(entry) for entry in content["methods"].values()):
+        lines.append(
+            f"p: two-sided paired t-test of final accuracy against {reference} over the seeds of both, not corrected "
+            "for the number of tests."
+        )
+    if many == 1:
+        lines.append(f"One seed: no interval and no test. Run at least {FEW}.")
+    elif many < FEW:
+        lines.append(f"{many} seeds: intervals and tests say little. Run at least {FEW}.")
+    return [*lines, *_budget(content), *_shared(content), *_troubles(content), *_missing(content)]
+
+
+def _budget(content: Content) -> list[str]:
+    equal, share = content["budget"]["equal"], content["budget"]["share"]
+    if equal is None:
+        return []
+    if equal:
+        return ["Sample visits are equal for all."]
+    other = [f"{label} makes {value:.4g} times as many" for label, value in share.items() if value not in (None, 1.0)]
+    return [f"Sample visits differ from those of {content['reference']}: {', '.join(other) or 'see compare.csv'}."]
+
+
+def _shared(content: Content) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for label, entry in content["methods"].items():
+        groups.setdefault(json.dumps(entry["runs"]), []).append(label)
+    return [f"The same configuration, so the same runs: {', '.join(g)}." for g in groups.values() if len(g) > 1]
+
+
+def _troubles(content: Content) -> list[str]:
+    lines = []
+    for label, entry in content["methods"].items():
+        for key in ("failed_clients", "rejected_updates", "degraded_rounds"):
+            found = {seed: v for seed, v in entry["metrics"].get(key, {}).get("values", {}).items() if v}
+            if found:
+                seeds = f"seed{'s' * (len(found) > 1)} {', '.join(found)}"
+                lines.append(
+                    f"{label}: {sum(found.values())} {key.replace('_', ' ')} ({seeds}); see log.txt of these runs."
+                )
+    return lines
+
+
+def _missing(content: Content) -> list[str]:
+    lines = []
+    for label, entry in content["methods"].items():
+        for seed, reason in entry["missing"].items():
+            why = f": {' '.join(reason.split())}" if reason else "; it has not been run yet."
+            lines.append(f"Missing: {label}, seed {seed}{why}")
+    return lines
+
+
+def title(content: Content) -> str:
+    """One line that says what was compared on what."""
+    on = "; ".join(part for part in (content["dataset"], content["scenario"]) if part)
+    return f"{content['title']}, {content['recipe']}" + (f" ({on})" if on else "")
+
+
+def markdown(content: Content) -> str:
+    """Title, table and notes as Markdown."""
+    head, *body = ([cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in grid(content))
+    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([f"**{title(content)}**", "", table, "", *(f"- {line}" for line in notes(content)), ""])
+
+
+def text(content: Content) -> str:
+    """Title, table and notes as plain text, for logs and pipes."""
+    table = grid(content)
+    heads, widths = _layout(table)
+    tall = max(map(len, heads))
+    lines = [[(*[""] * (tall - len(head)), *head)[k] for head in heads] for k in range(tall)]
+
+    def line(row: Sequence[str]) -> str:
+        rest = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        return "  ".join([f"{row[0]:<{widths[0]}}", *rest]).rstrip()
+
+    return "\n".join([title(content), "", *map(line, lines), *map(line, table[1:]), "", *notes(content)])
+
+
+def _layout(table: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[int]]:
+    """Heads as lines, and the width of each column: that of its cells, or where they are narrow of its head."""
+    cells = [max(map(len, column)) for column in zip(*table[1:], strict=True)]
+    heads = [textwrap.wrap(head, max(width, HEAD_WIDTH)) for head, width in zip(table[0], cells, strict=True)]
+    return heads, [max(width, *map(len, lines)) for width, lines in zip(cells, heads, strict=True)]
+
+
+def tables(content: Content, width: int) -> list[Table]:
+    """Rich tables for a terminal of that width: one, or as many as it takes, each with the labels again."""
+    whole = grid(content)
+    taken = [size + 3 for size in _layout(whole)[1]]
+    parts: list[list[int]] = []
+    for k in range(1, len(taken)):
+        if not parts or taken[0] + sum(taken[j] for j in parts[-1]) + taken[k] > width:
+            parts.append([])
+        parts[-1].append(k)
+    return [_table([[row[0], *(row[k] for k in part)] for row in whole]) for part in parts]
+
+
+def _table(cells: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD)
+    for k, (lines, width) in enumerate(zip(*_layout(cells), strict=True)):
+        head = escape("\n".join(lines))
+        made.add_column(head, justify="right" if k else "left", vertical="bottom", min_width=width, overflow="fold")
+    for row in cells[1:]:
+        made.add_row(*map(escape, row))
+    return made
+
+
+def rows(content: Content) -> list[dict[str, Any]]:
+    """The table as numbers: per method its label, the seeds that are there, and per measure `<key>` (mean),
+    `<key>_low` and `<key>_high` (95 % interval), `<key>_p` (paired t-test against the reference).
+    """
+    found = []
+    for label, entry in content["methods"].items():
+        row: dict[str, Any] = {"label": label, "seeds": len(entry["runs"]) - len(entry["missing"])}
+        for key, measured in entry["metrics"].items():
+            row |= {key: measured["mean"], f"{key}_low": measured["low"], f"{key}_high": measured["high"]}
+            if key in entry["tests"]:
+                row[f"{key}_p"] = entry["tests"][key]["p_t"]
+        found.append(row)
+    return found
+
+
+def csv_text(content: Content) -> str:
+    """Raw numbers, one line per label and seed; empty where there is no value."""
+    entries = content["methods"].values()
+    keys = list(dict.fromkeys(key for entry in entries for key in entry["metrics"]))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["label", "method", "preset", "seed", "state", "hash", *keys])
+    for label, entry in content["methods"].items():
+        for seed, key in entry["runs"].items():
+            state = ("failed" if entry["missing"][seed] else "missing") if seed in entry["missing"] else "done"
+            named = [label, entry["method"]["name"], entry["method"]["preset"], seed, state, key]
+            values = (entry["metrics"].get(k, {}).get("values", {}).get(seed) for k in keys)
+            writer.writerow([*named, *("" if v is None else repr(v) for v in values)])
+    return out.getvalue()
+
+
+def is_comparison(folder: Path) -> bool:
+    """Whether a comparison was written to the folder."""
+    return (folder / JSON).is_file()
+
+
+def read_comparison(folder: Path) -> dict[str, Any]:
+    """The content of compare.json. Raises `ConfigError` when it is damaged."""
+    try:
+        found = json.loads((folder / JSON).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not isinstance(found["methods"], dict):
+            raise ValueError("it holds no comparison")
+        text(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"'{folder / JSON}' is damaged ({error}); call `fedloom compare` again with the same arguments, which "
+            "writes it anew from the runs"
+        ) from error
+    return found
+
+
+def run_folders(folder: Path, content: Content) -> dict[str, Path]:
+    """Name -> folder of every finished run of a comparison, each run once.
+
+    Raises `ConfigError` when none has ended.
+    """
+    found = {
+        f"{label}, seed {seed}": folder / RUNS / key
+        for label, entry in content["methods"].items()
+        for seed, key in entry["runs"].items()
+        if seed not in entry["missing"]
+    }
+    if not found:
+        raise ConfigError(f"no run of the comparison '{folder}' has ended; go on with the same `fedloom compare`")
+    first = {path: name for name, path in reversed(found.items())}
+    return {name: path for name, path in found.items() if first[path] == name}

@@ -1,0 +1,214 @@
+"""`compare` and `ablate` on the command line: exit codes, sentences, what is printed where."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import fedloom
+from fedloom import lifecycle
+from fedloom.cli import app
+from fedloom.report import comparison as report
+from fedloom.terminal import OutputLost
+
+FAST = ["-s", "model.name=linear", "-s", "training.rounds=1", "-s", "training.local_epochs=1",
+        "-s", "partition.clients=3", "-s", "stream.tasks=2"]  # fmt: skip
+
+
+def call(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], prog_name="fedloom")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take a second."""
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+
+
+def test_a_comparison_ends_with_its_table_and_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    result = call("compare", "quickstart", "-m", "fedavg,fedprox+mu=1", "--seeds", "0,1", "--out", folder, *FAST)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("Comparison of 2 methods, quickstart (sklearn/digits; class_incremental, 2 tasks;")
+    for name in ("compare.md", "compare.csv"):
+        assert str(folder / name) in result.stdout and (folder / name).exists()
+    assert result.stdout.endswith(f"folder: {folder}\n") and not (folder / "summary.json").exists()
+    said = result.stderr.splitlines()
+    assert [line for line in said if line.startswith("run ")] == [
+        "run 1 of 4: fedavg, seed 0", "run 2 of 4: fedprox+mu=1, seed 0",
+        "run 3 of 4: fedavg, seed 1", "run 4 of 4: fedprox+mu=1, seed 1",
+    ]  # fmt: skip
+    assert sum("round 0 of 1: 3 clients" in line for line in said) == 8
+
+    again = call("compare", "-m", "fedavg,fedprox+mu=1", "--seeds", "0,1", "--out", folder, "--json", *FAST)
+    content = json.loads(again.stdout)
+    assert again.exit_code == 0 and not again.stderr and again.stdout.count("\n") == 1
+    assert content.pop("folder") == str(folder)
+    assert content == json.loads((folder / "compare.json").read_text())
+
+    python = fedloom.compare(
+        "quickstart", ["fedavg", "fedprox+mu=1"], [0, 1], model="linear", training={"rounds": 1, "local_epochs": 1},
+        partition={"clients": 3}, stream={"tasks": 2}, out=folder,
+    )  # fmt: skip
+    assert python.summary == content, "the same hashes, so the same runs"
+
+
+def test_quiet_says_nothing_and_verbose_more(tmp_path: Path) -> None:
+    quiet = call("compare", "-m", "fedavg", "--seed", 0, "--out", tmp_path / "c", "-q", *FAST)
+    assert quiet.exit_code == 0 and not quiet.stderr and "One seed: no interval and no test" in quiet.stdout
+    loud = call("compare", "-m", "fedavg", "--seed", 1, "--out", tmp_path / "c", "-v", *FAST)
+    assert "up " in loud.stderr
+
+
+def test_a_dry_run_lists_the_runs_and_starts_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    arguments = ["compare", "-m", "fedavg,fedfmx+body=[8,4]", "--seeds", "0,1", "--out", folder, "--dry-run", *FAST]
+    result = call(*arguments)
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and not folder.exists()
+    assert [line.split()[0] for line in lines[:4]] == ["fedavg"] * 2 + ["fedfmx+body=[8,4]"] * 2
+    assert lines[4] == f"4 runs in {folder}: 4 missing"
+    call("compare", "-m", "fedavg", "--seed", "0", "--out", folder, "-q", *FAST)
+    found = json.loads(call(*arguments, "--json").stdout)
+    assert [run["state"] for run in found["runs"]] == ["done", "missing", "missing", "missing"]
+    assert (folder / "runs" / found["runs"][0]["hash"] / "DONE").exists()
+
+
+def test_an_ablation(tmp_path: Path) -> None:
+    result = call("ablate", "fedfmx+experts=2", "quickstart", "--switches", "no-rar,top1", "--seeds", "0",
+                  "--reference", "top1", "--out", tmp_path / "a", "-q", *FAST)  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("Ablation of fedfmx, quickstart")
+    content = json.loads((tmp_path / "a" / "compare.json").read_text())
+    assert list(content["methods"]) == ["full", "no-rar", "top1"] and content["reference"] == "top1"
+
+
+def test_switches_are_listed_with_their_method() -> None:
+    text = call("list", "methods", "fedfmx").stdout
+    assert "switches, for `fedloom ablate fedfmx`\n" in text and "  top1: stop 1\n" in text
+    assert json.loads(call("list", "methods", "fedfmx", "--json").stdout)["switches"]["top2"] == {"stop": 2}
+    assert "switches" not in call("list", "methods", "fedavg").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["compare"], "methods is empty; name at least one, such as fedavg,fedprox+mu=0.1"),
+        (["compare", "-m", "fedavg,fedprx"], "unknown method 'fedprx'. Did you mean 'fedprox'?"),
+        (["compare", "-m", "fedavg,fedavg"], "methods: 'fedavg' is given twice"),
+        (["compare", "-m", "fedprox+mu"], "options of 'fedprox+mu' are written +option=value"),
+        (["compare", "-m", "fedprox+mu=x"], "method.mu must be a number, got 'x'"),
+        (["compare", "-m", "fedavg", "--seeds", "0,one"], "seeds must be whole numbers from 0"),
+        (["compare", "-m", "fedavg", "--seeds", "1,1"], "seeds: '1' is given twice"),
+        (["compare", "-m", "fedavg", "--seeds", "-1"], "seeds must be whole numbers from 0, such as 0,1,2, got -1"),
+        (["compare", "-m", "fedavg", "--reference", "fedvg"], "unknown reference 'fedvg'. Did you mean 'fedavg'?"),
+        (["compare", "-m", "fedavg", "-s", "seed=1"], "seed is set for every run by the seeds of the comparison"),
+        (["compare", "-m", "fedavg", "-s", "method=joint"], "method.name is set by the entries of the comparison"),
+        (["compare", "quikstart", "-m", "fedavg"], "unknown recipe 'quikstart'"),
+        (["compare", "-m", "fedavg", "--out", ""], "out is empty; name a folder"),
+        (["compare", "-m", "fedavg", "--out", "/proc/x"], "out is '/proc/x', which cannot be written"),
+        (["ablate", "fedavg"], "method 'fedavg' declares no switches"),
+        (["ablate", "fedfmx", "--switches", "topp1"], "unknown switch of fedfmx 'topp1'. Did you mean 'top1'?"),
+        (["ablate", "fedfmx@code"], "unknown preset of fedfmx 'code'"),
+    ],
+)
+def test_errors_are_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert not result.stdout
+
+
+def test_wrong_options_are_answered_with_what_was_meant() -> None:
+    for arguments, sentence in (
+        (["compare", "--lr", "0.1"], "use --set training.optimizer.lr=0.1"),
+        (["compare", "--methodz", "x"], "Did you mean --method"),
+        (["ablate", "fedfmx", "--switch", "x"], "Did you mean --switches?"),
+    ):
+        result = call(*arguments)
+        assert result.exit_code == 2 and sentence in " ".join(result.stderr.split())
+
+
+def test_failed_runs_are_named_after_the_table_and_exit_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("my bug")
+
+    monkeypatch.setattr("fedloom.methods.scaffold.Scaffold.client_update", work)
+    result = call("compare", "-m", "fedavg,scaffold", "--seeds", "0", "--out", tmp_path / "c", *FAST)
+    assert result.exit_code == 1
+    assert "Missing: scaffold, seed 0: " in result.stdout and "fedavg" in result.stdout
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: 1 of 2 runs failed: scaffold, seed 0: ") and "my bug" in last
+
+
+def test_a_table_that_cannot_be_printed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: Any) -> None:
+        raise OutputLost("standard output cannot be written (full)")
+
+    monkeypatch.setattr(sys.modules["fedloom.cli.compare"], "_print", lost)
+    result = call("compare", "-m", "fedavg", "--seeds", "0", "--out", tmp_path / "c", "-q", *FAST)
+    assert result.exit_code == 0 and "the comparison is done, see" in result.stderr
+
+
+def test_a_comparison_that_is_killed_or_interrupted_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    arguments = ["compare", "-m", "fedavg,fedprox+mu=1,joint", "--seeds", "0,1", "--out", str(folder), *FAST]
+    for number, after in ((signal.SIGKILL, "run 2 of 6"), (signal.SIGINT, "run ")):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedloom", *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith(after):
+                os.kill(process.pid, number)
+                break
+        rest = process.stderr.read()
+        process.stderr.close()
+        code = process.wait(60)
+        content = json.loads((folder / "compare.json").read_text())
+        assert content["complete"] is False
+        done = sum(1 for _ in folder.glob("runs/*/DONE"))
+        told = sum(len(entry["runs"]) - len(entry["missing"]) for entry in content["methods"].values())
+        assert done - 1 <= told <= done, "what is written knows every run but perhaps the newest"
+    assert code == 130 and "the same command goes on there" in rest.splitlines()[-1]
+    began = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/DONE")}
+    assert call(*arguments, "-q").exit_code == 0
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in began.items())
+    assert json.loads((folder / "compare.json").read_text())["complete"] is True
+
+
+def test_the_report_of_a_comparison_is_one_page(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    assert call("compare", "-m", "fedavg,joint", "--seeds", "0", "--out", folder, "-q", *FAST).exit_code == 0
+    result = call("report", folder)
+    assert result.exit_code == 0 and result.stdout == f"report: {folder / 'report.html'}\n"
+    assert "Comparison of 2 methods" in (folder / "report.html").read_text()
+
+
+class Terminal(io.StringIO):
+    """A standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_tables_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = fedloom.compare("quickstart", ["fedavg", "joint"], [0], model="linear", stream={"tasks": 2},
+                           training={"rounds": 1}, out=tmp_path / "c")  # fmt: skip
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "60")
+    sys.modules["fedloom.cli.compare"]._print(done, False)
+    lines = sys.stdout.getvalue().splitlines()
+    assert max(len(line) for line in lines if line.startswith("  ")) <= 60
+    for cell in (cell for row in report.grid(done.summary)[1:] for cell in row):
+        assert any(cell in line for line in lines)

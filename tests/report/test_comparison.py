@@ -1,0 +1,181 @@
+import csv
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from fedloom.core.errors import ConfigError
+from fedloom.report import comparison as report
+from fedloom.report.html import write_report
+
+KEYS = {"a|b": "a" * 64, "slow": "b" * 64}
+
+
+def interval(mean, half=None, values=None):
+    low, high = (None, None) if half is None else (mean - half, mean + half)
+    values = {"0": mean} if values is None else values
+    return {"mean": mean, "std": None, "low": low, "high": high, "n": len(values), "values": values}
+
+
+def entry(key, accuracy, *, seeds=3, half=0.012, p=None, missing=None, **metrics):
+    values = {str(seed): accuracy for seed in range(seeds) if str(seed) not in (missing or {})}
+    costs = {"bytes_up": 1_234_567, "sample_visits": 14380, "parameters": 90668, "active_parameters": 64280}
+    return {
+        "method": {"name": "fedavg", "preset": "paper"},
+        "runs": {str(seed): f"{key[:-1]}{seed}" for seed in range(seeds)},
+        "missing": missing or {},
+        "metrics": {
+            "final_accuracy": interval(accuracy, half if len(values) > 1 else None, values),
+            **{name: interval(value, values=dict.fromkeys(values, value)) for name, value in (costs | metrics).items()},
+        },
+        "tests": {} if p is None else {"final_accuracy": {"difference": 0.1, "p_t": p, "p_wilcoxon": 0.25, "n": 3}},
+    }
+
+
+def content(seeds=3, **changes):
+    methods = {"a|b": entry(KEYS["a|b"], 0.6333, seeds=seeds), "slow": entry(KEYS["slow"], 0.5, seeds=seeds, p=0.0321)}
+    return {
+        "title": "Comparison of 2 methods",
+        "recipe": "quickstart",
+        "dataset": "sklearn/digits",
+        "scenario": None,
+        "reference": "a|b",
+        "seeds": list(range(seeds)),
+        "complete": True,
+        "methods": methods,
+        "budget": {"equal": True, "visits": {}, "share": {"a|b": 1.0, "slow": 1.0}},
+        **changes,
+    }
+
+
+def test_cells_hold_mean_and_half_width_and_empty_columns_are_left_out():
+    head, first, second = report.grid(content())
+    assert head == [
+        "Method", "Seeds", "Final accuracy, %", "p of final accuracy against a|b", "MB sent by clients",
+        "Sample visits", "Parameters (active)",
+    ]  # fmt: skip
+    assert first == ["a|b", "3", "63.3 ± 1.2", "–", "1.23", "14\u2009380", "90\u2009668 (64\u2009280)"]
+    assert second[2:4] == ["50.0 ± 1.2", "0.032"]
+    domains = content(methods={"a|b": entry(KEYS["a|b"], 0.5, domain_mean=0.5, domain_std=0.02, domain_worst=0.4)})
+    assert [h for h in report.grid(domains)[0] if h.startswith("Domains")] == [
+        "Domains, mean, %", "Domains, deviation (ddof 0), pp", "Domains, worst, %",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(11_700, "0.0117"), (99_900_000, "99.9"), (324_000_000, "324"), (4_800_000_000, "4\u2009800")]
+)
+def test_megabytes(value, text):
+    assert report.megabytes(value) == text
+
+
+def test_tiny_p_values_are_bounds():
+    small = content(methods={"a|b": entry(KEYS["a|b"], 0.5, p=0.0)})
+    assert report.grid(small)[1][3] == "< 0.001"
+
+
+def test_notes_say_how_to_read_the_numbers():
+    first, second, third = report.notes(content())
+    assert "half of the 95 % Student-t interval" in first
+    assert "paired t-test of final accuracy against a|b" in second and "not corrected" in second
+    assert third == "Sample visits are equal for all."
+    one = content(seeds=1, methods={"a|b": entry(KEYS["a|b"], 0.5, seeds=1)})
+    assert report.grid(one)[1][2] == "50.0"
+    assert report.notes(one)[:2] == [
+        "Accuracies in per cent, forgetting in percentage points.",
+        "One seed: no interval and no test. Run at least 3.",
+    ]
+    assert "2 seeds: intervals and tests say little. Run at least 3." in report.notes(content(seeds=2))
+
+
+def test_notes_name_unequal_budgets_shared_runs_troubles_and_what_is_missing():
+    unequal = {"equal": False, "visits": {}, "share": {"a|b": 1.0, "slow": 1.25}}
+    assert "Sample visits differ from those of a|b: slow makes 1.25 times as many." in report.notes(
+        content(budget=unequal)
+    )
+    assert not any("visits" in line for line in report.notes(content(budget={"equal": None, "share": {}})))
+    alike = content(methods={"x": entry("c" * 64, 0.5), "y": entry("c" * 64, 0.5)})
+    assert "The same configuration, so the same runs: x, y." in report.notes(alike)
+    ill = entry(KEYS["slow"], 0.5, failed_clients=2, missing={"1": None, "2": "no client replied"})
+    told = report.notes(content(methods={"slow": ill}))
+    assert "slow: 2 failed clients (seed 0); see log.txt of these runs." in told
+    assert "Missing: slow, seed 1; it has not been run yet." in told
+    assert "Missing: slow, seed 2: no client replied" in told
+    assert report.grid(content(methods={"slow": ill}))[1][1] == "1 of 3"
+
+
+def test_markdown_is_a_table_with_notes():
+    lines = report.markdown(content()).splitlines()
+    assert lines[0] == "**Comparison of 2 methods, quickstart (sklearn/digits)**"
+    assert lines[2].startswith("| Method | Seeds | Final accuracy, % | p of final accuracy against a\\|b |")
+    assert lines[3] == "| --- | " + " | ".join(["---:"] * 6) + " |"
+    assert lines[4].startswith("| a\\|b | 3 | 63.3 ± 1.2 |")
+    assert lines[7].startswith("- Accuracies in per cent")
+
+
+def test_plain_text_is_aligned_under_wrapped_heads():
+    lines = report.text(content()).splitlines()
+    start = next(k for k, line in enumerate(lines) if line.startswith("Method"))
+    assert lines[start].split()[:6] == ["Method", "Seeds", "accuracy,", "%", "against", "a|b"]
+    where = lines[start + 1].index("63.3 ± 1.2")
+    assert lines[start + 2].index("50.0 ± 1.2") == where
+
+
+@pytest.mark.parametrize(("width", "parts"), [(200, 1), (60, 2)])
+def test_a_narrow_terminal_gets_more_tables_and_no_number_less(width, parts):
+    made = report.tables(content(), width)
+    assert len(made) == parts
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    for table in made:
+        console.print(table)
+    for cell in (cell for row in report.grid(content())[1:] for cell in row):
+        assert cell in out.getvalue()
+    assert out.getvalue().count("slow") == parts
+
+
+def test_rows_hold_plain_numbers():
+    first, second = report.rows(content())
+    assert first["label"] == "a|b" and first["seeds"] == 3 and first["final_accuracy"] == 0.6333
+    assert second["final_accuracy_p"] == 0.0321 and second["final_accuracy_high"] == pytest.approx(0.512)
+
+
+def test_csv_has_one_line_per_run_with_raw_numbers():
+    ill = entry(KEYS["slow"], 0.25, missing={"1": None, "2": "broken"})
+    lines = list(csv.DictReader(io.StringIO(report.csv_text(content(methods={"slow, very": ill})))))
+    assert [line["state"] for line in lines] == ["done", "missing", "failed"]
+    assert [line["seed"] for line in lines] == ["0", "1", "2"]
+    assert lines[0]["label"] == "slow, very" and lines[0]["hash"] == "b" * 63 + "0"
+    assert float(lines[0]["final_accuracy"]) == 0.25 and lines[1]["final_accuracy"] == ""
+
+
+def test_the_report_of_a_comparison_shows_its_table_and_its_runs(tmp_path, write_run):
+    methods = {"full": entry("a" * 64, 0.6, seeds=1), "top1": entry("b" * 64, 0.5, seeds=2, missing={"1": None})}
+    (tmp_path / "compare.json").write_text(json.dumps(content(methods=methods)))
+    for key in ("a" * 63 + "0", "b" * 63 + "0"):
+        write_run(tmp_path / "runs" / key, stages=2, rounds=1)
+    page = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert "Comparison of 2 methods, quickstart (sklearn/digits)" in page and "2 runs compared" in page
+    assert "<h2>full, seed 0</h2>" in page and "<h2>top1, seed 0</h2>" in page
+    assert "Missing: top1, seed 1; it has not been run yet." in page
+    both = write_report([tmp_path, tmp_path / "runs" / ("a" * 63 + "0")], tmp_path / "both.html").read_text()
+    assert "3 runs compared" in both
+
+
+def test_runs_that_two_labels_share_are_shown_once(tmp_path):
+    methods = {"x": entry("c" * 64, 0.5, seeds=2), "y": entry("c" * 64, 0.5, seeds=2)}
+    found = report.run_folders(tmp_path, content(methods=methods))
+    assert list(found) == ["x, seed 0", "x, seed 1"]
+    assert found["x, seed 1"] == tmp_path / "runs" / ("c" * 63 + "1")
+
+
+def test_comparisons_that_cannot_be_shown_are_refused_in_words(tmp_path):
+    methods = {"x": entry("c" * 64, 0.5, seeds=1, missing={"0": None})}
+    (tmp_path / "compare.json").write_text(json.dumps(content(methods=methods)))
+    with pytest.raises(ConfigError, match=r"no run of the comparison .* has ended; go on with the same"):
+        write_report([tmp_path], tmp_path / "report.html")
+    for damage in ("{", "[]", "{}", '{"methods": {"x": {}}}'):
+        (tmp_path / "compare.json").write_text(damage)
+        with pytest.raises(ConfigError, match=r"compare.json' is damaged .*; call `fedloom compare` again"):
+            write_report([tmp_path], tmp_path / "report.html")
