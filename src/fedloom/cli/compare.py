@@ -30,7 +30,7 @@ from fedloom.terminal import OutputLost, say
 
 if TYPE_CHECKING:
     from fedloom.comparison import Comparison
-    from fedloom.planned import Planned
+    from fedloom.comparison.planned import Planned
 
 Methods = Annotated[
     str,
@@ -70,7 +70,7 @@ def compare(
     The folder is runs/RECIPE/compare unless --out names one. Called again, the same command runs only what is missing
     there: after an interruption, after a failure, for one method or seed more.
     """
-    from fedloom.planned import plan
+    from fedloom.comparison.planned import plan
 
     layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
     planned = plan(recipe, methods, seeds, out=out, reference=reference, **_parts(layer))
@@ -104,7 +104,7 @@ def ablate(
     The folder is runs/RECIPE/ablate-METHOD unless --out names one. Called again, the same command runs only what is
     missing there.
     """
-    from fedloom.planned import plan_ablation
+    from fedloom.comparison.planned import plan_ablation
 
     layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
     planned = plan_ablation(method, recipe, seeds, switches=switches, out=out, reference=reference, **_parts(layer))

@@ -339,8 +339,8 @@ def test_options_of_a_switch_go_over_those_of_the_entry(tmp_path: Path) -> None:
 
 
 def test_every_declared_switch_is_an_option_of_its_method(tmp_path: Path) -> None:
+    from fedloom.comparison.planned import plan_ablation
     from fedloom.methods import ablations, names
-    from fedloom.planned import plan_ablation
 
     declaring = [name for name in names() if ablations(name)]
     assert "fedfmx" in declaring
@@ -356,7 +356,7 @@ def test_a_method_without_switches_cannot_be_ablated(tmp_path: Path) -> None:
 
 
 def test_the_default_folder_of_an_ablation_names_the_method() -> None:
-    from fedloom.planned import plan_ablation
+    from fedloom.comparison.planned import plan_ablation
 
     given = {"switches": "top1", "out": None, "reference": None, "data": None, "model": None, "engine": None}
     for word in ("fedfmx", "fedloom.methods.fedfmx:fedfmx"):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom import entries
 from fedloom.api import Run, checked_path, configure, load_run, resume, start
 from fedloom.build import Built, build
+from fedloom.comparison import entries
 from fedloom.config.layers import nested
 from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, unknown
 from fedloom.report.comparison import RUNS

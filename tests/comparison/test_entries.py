@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedloom.comparison.entries import section, sections, seeds, split, switches
 from fedloom.core.errors import ConfigError
-from fedloom.entries import section, sections, seeds, split, switches
 
 
 def test_a_word_is_a_name_a_preset_and_options_with_yaml_values() -> None:

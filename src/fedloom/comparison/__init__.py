@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.api import Run
+from fedloom.comparison.planned import Planned, plan, plan_ablation
 from fedloom.core.errors import ConfigError, FedloomError, Interrupted, RunError
 from fedloom.evaluate.comparison import budget, compared
-from fedloom.planned import Planned, plan, plan_ablation
 from fedloom.report import comparison as report
 
 if TYPE_CHECKING:
