@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom import api
+from fedloom import api, compare
 from fedloom.build import build
 from fedloom.config import recipe_names, resolve, resolve_source
 from fedloom.core.errors import Interrupted
@@ -99,3 +99,14 @@ def test_table_1_carries_out_a_round_on_a_few_images(recipe: str, tmp_path: Path
     assert run.summary["failed_clients"] == run.summary["degraded_rounds"] == run.summary["rejected_updates"] == 0
     assert run.summary["sample_visits"] > 0 and run.summary["final_accuracy"] is not None
     assert run.summary["parameters"] > (80e6 if "vit" in recipe else 14e6)
+
+
+@pytest.mark.slow
+def test_joint_is_above_replay_and_replay_above_fedavg_on_the_quickstart(tmp_path: Path) -> None:
+    """The order that any stream of classes must show, with separated 95 % intervals and the same sample visits."""
+    found = compare("quickstart", ["fedavg", "replay", "joint"], seeds=(0, 1, 2), out=tmp_path / "compare")
+    assert found.summary["budget"]["equal"] is True
+    for key in ("final_accuracy", "average_incremental_accuracy"):
+        measured = {label: entry["metrics"][key] for label, entry in found.summary["methods"].items()}
+        assert measured["joint"]["low"] > measured["replay"]["high"], key
+        assert measured["replay"]["low"] > measured["fedavg"]["high"], key
