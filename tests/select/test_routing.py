@@ -17,8 +17,6 @@ from fedloom.select.routing import (
     ChanceValue,
     ExclusiveStop,
     FisherShapley,
-    FisherUtility,
-    LossUtility,
     MagnitudeStop,
     MixLogits,
     MixProbabilities,
@@ -30,6 +28,7 @@ from fedloom.select.routing import (
     top_gates,
 )
 from fedloom.select.shapley import marginals, select_experts, shapley_values
+from fedloom.select.utility import FisherUtility, LossUtility
 
 GAIN = torch.tensor([[-0.5, -1.0, -2.0, -4.0]])
 COST = 0.6 * torch.tensor([[0.4, 0.1, 0.2, 0.05]])

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class FedloomError(Exception):
@@ -74,6 +77,13 @@ def closest(name: str, choices: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the closest choice, or an empty string when none is near."""
     found = difflib.get_close_matches(str(name), [str(c) for c in choices], n=1, cutoff=0.5)
     return f" Did you mean '{found[0]}'?" if found else ""
+
+
+def pick(option: str, name: str, known: Mapping[str, T]) -> T:
+    """The part that an option names; `ConfigError` with the closest match for a name that none has."""
+    if name not in known:
+        raise ConfigError(unknown(option, name, known))
+    return known[name]
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedloom.core.errors import ConfigError, PayloadError, unknown
+from fedloom.core.errors import PayloadError, pick
 from fedloom.core.method import Reply
 from fedloom.core.payload import is_finite
 from fedloom.core.tree import Tensors
@@ -64,9 +64,7 @@ BUFFER_POLICIES: Mapping[str, BufferPolicy] = {
 
 def buffer_policy(name: str) -> BufferPolicy:
     """The policy of that name; `ConfigError` with the closest match when there is none."""
-    if name not in BUFFER_POLICIES:
-        raise ConfigError(unknown("buffer policy", name, BUFFER_POLICIES))
-    return BUFFER_POLICIES[name]
+    return pick("buffer policy", name, BUFFER_POLICIES)
 
 
 @torch.no_grad()

@@ -31,8 +31,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt
 
-from fedloom.core import Batches, ClientId, ConfigError, Context, Exchange, Payload, Reply, Stage, Trip, Update
-from fedloom.core.errors import unknown
+from fedloom.core import Batches, ClientId, Context, Exchange, Payload, Reply, Stage, Trip, Update
+from fedloom.core.errors import pick
 from fedloom.core.payload import ClassRows
 from fedloom.core.tree import zeros_like
 from fedloom.local import LocalSGD
@@ -143,7 +143,5 @@ def fedewc(
     buffers: Literal["mean", "pooled", "frozen"] = "mean",
 ) -> FedEWC:
     """Assemble FedEWC. lam: the paper's lambda; the rest is in the module docstring or FedAvg's."""
-    if fisher_labels not in LABELS:
-        raise ConfigError(unknown("fisher_labels", fisher_labels, LABELS))
-    local, labels = replace(local, terms=(CrossEntropy(label_scope),)), LABELS[fisher_labels]
+    local, labels = replace(local, terms=(CrossEntropy(label_scope),)), pick("fisher_labels", fisher_labels, LABELS)
     return FedEWC(local, uniform, buffers, lam=lam, fisher_cap=fisher_cap, labels=labels, scope=label_scope)

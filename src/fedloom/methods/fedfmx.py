@@ -17,35 +17,23 @@ features; the teacher is over all experts; optimiser state is fresh per round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from fedloom.core import Batches, ConfigError, Context, Payload, Reply, Update
-from fedloom.core.errors import unknown
-from fedloom.core.payload import ClassRows
+from fedloom.core import ConfigError
+from fedloom.core.errors import pick
 from fedloom.local import LocalSGD
-from fedloom.local.carries.fisher import CADENCES, HOMES, SAMPLES, BatchFisher, Home, ServerHome
-from fedloom.local.carries.routing import RoutingUse, routing_metrics
+from fedloom.local.carries.fisher import CADENCES, HOMES, SAMPLES
+from fedloom.local.carries.routing import RoutingUse
 from fedloom.local.terms.gate import BALANCES, GateBalance, GateDistillation
 from fedloom.local.terms.routed import RoutedCrossEntropy
-from fedloom.merge.mean import replies_mean
-from fedloom.methods.experts import MERGES, PooledFedAvg
+from fedloom.methods.experts import MERGES
+from fedloom.methods.fisher_pool import FisherPool
 from fedloom.select.fisher import SCALES, SQUASHES, FisherMap
-from fedloom.select.routing import (
-    FALLBACKS,
-    MIXES,
-    MOST_EXPERTS,
-    WEIGHINGS,
-    FisherShapley,
-    FisherUtility,
-    LossUtility,
-    empty_rule,
-    stop_rule,
-)
+from fedloom.select.routing import FALLBACKS, MIXES, MOST_EXPERTS, WEIGHINGS, FisherShapley, empty_rule, stop_rule
+from fedloom.select.utility import UTILITIES
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
 # The paper's ladder (table 3), as far as its text says what is left when a part is taken away.
@@ -63,54 +51,6 @@ Count = Annotated[int, Ge(1), Le(MOST_EXPERTS)]
 Share = Annotated[float, Ge(0), Le(1)]
 Weight = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
-
-
-@dataclass(frozen=True)
-class FedFMX(PooledFedAvg):
-    """Server: the model and, with `ServerHome`, "fisher". Client: nothing, or "fisher" with `ClientHome`.
-
-    home: where the Fisher lives. `local` holds a `FisherShapley` decision and the carries "fisher" and "routing".
-    """
-
-    home: Home = field(default_factory=ServerHome)
-
-    reveals: ClassVar[Mapping[str, str]] = {
-        **PooledFedAvg.reveals,
-        "fisher": "which classes the client holds: their rows are larger",
-    }
-
-    def class_rows(self, ctx: Context) -> ClassRows:
-        """Heads and Fisher have rows per class, after the dimension of the experts."""
-        return {**super().class_rows(ctx), **{("fisher", name): 1 for name in self._fisher.class_rows}}
-
-    def init_server(self, ctx: Context) -> Payload:
-        """The model, and a Fisher of zeros where the server keeps it."""
-        state = ctx.init_state()
-        return {**state, **self.home.on_server(self._fisher.blank(state["params"]["heads.weight"]))}
-
-    def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
-        """Train with routing; every sample sees the Fisher from before its batch."""
-        every = len(ctx.stage.seen) == ctx.num_classes
-        rows = None if every else torch.tensor(ctx.stage.seen, device=ctx.net.forward.device)
-        fisher = self.home.start(down, state, self._fisher.blank(down["params"]["heads.weight"]))
-        end = self.local(down, data, ctx, ref={"fisher": fisher, "fisher_rows": rows})
-        kept, up = self.home.finish(end.carry["fisher"])
-        used = end.carry["routing"]
-        up = {"params": end.params, "buffers": end.buffers, **up, **self.merge.extra(used)}
-        return Update(kept, up, metrics={**end.metrics, **routing_metrics(used)})
-
-    def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
-        """Merge the model, and the Fisher by number of examples."""
-        new = super().server_update(server, replies, ctx)
-        if "fisher" not in server:
-            return new
-        return {**new, "fisher": replies_mean(replies, "fisher", server["fisher"], uniform=self.uniform)}
-
-    @property
-    def _fisher(self) -> BatchFisher:
-        fisher = self.local.carries["fisher"]
-        assert isinstance(fisher, BatchFisher)
-        return fisher
 
 
 def fedfmx(
@@ -142,34 +82,27 @@ def fedfmx(
     merge: Literal["client", "usage"] = "client",
     uniform: bool = False,
     buffers: Literal["mean", "pooled", "frozen"] = "mean",
-) -> FedFMX:
+) -> FisherPool:
     """Assemble FedFMX. Symbols are the paper's; temperature is the gate's T; the rest is in the module docstring."""
     if fisher_home == "reset" and fisher_cadence in ("round", "task"):
         raise ConfigError(f"fisher_cadence '{fisher_cadence}' needs fisher_home server or client, got 'reset'")
-    scale, squash = _pick("fisher_scale", fisher_scale, SCALES), _pick("fisher_squash", fisher_squash, SQUASHES)
-    utility = {"fres": FisherUtility(alpha, FisherMap(scale, squash)), "loss": LossUtility()}
-    weigh = _pick("weights", weights, WEIGHINGS)
+    scale, squash = pick("fisher_scale", fisher_scale, SCALES), pick("fisher_squash", fisher_squash, SQUASHES)
+    weigh = pick("weights", weights, WEIGHINGS)
     routing = FisherShapley(
-        utility=_pick("scores", scores, utility),
+        utility=pick("scores", scores, UTILITIES)(alpha, FisherMap(scale, squash)),
         stop=stop_rule(stop, mu),
-        weigh=weigh(_pick("fallback", fallback, FALLBACKS)(tau_r)),
+        weigh=weigh(pick("fallback", fallback, FALLBACKS)(tau_r)),
         empty_value=empty_rule(empty_value),
         tau=tau_r,
         scope=label_scope,
     )
-    fisher = _pick("fisher_cadence", fisher_cadence, CADENCES)(rho, _pick("fisher_samples", fisher_samples, SAMPLES))
-    gate = (GateBalance(beta, _pick("balance", balance, BALANCES)), GateDistillation(gamma))
+    fisher = pick("fisher_cadence", fisher_cadence, CADENCES)(rho, pick("fisher_samples", fisher_samples, SAMPLES))
+    gate = (GateBalance(beta, pick("balance", balance, BALANCES)), GateDistillation(gamma))
     terms = (RoutedCrossEntropy(label_scope), *(term for term in gate if term.weight))
     carries = {"fisher": fisher, "routing": RoutingUse(experts)}
     local = replace(local, terms=terms, decisions=(routing,), carries=carries)
     top = MOST_EXPERTS if inference_experts == "all" else inference_experts
-    mix, home = _pick("mixing", mixing, MIXES)(top), _pick("fisher_home", fisher_home, HOMES)()
-    merging = _pick("merge", merge, MERGES)
+    mix, home = pick("mixing", mixing, MIXES)(top), pick("fisher_home", fisher_home, HOMES)()
+    merging = pick("merge", merge, MERGES)
     pool = {"experts": experts, "body": body, "temperature": temperature, "mix": mix, "merge": merging}
-    return FedFMX(local, uniform=uniform, buffers=buffers, home=home, **pool)
-
-
-def _pick(option: str, name: str, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        raise ConfigError(unknown(option, name, known))
-    return known[name]
+    return FisherPool(local, uniform=uniform, buffers=buffers, home=home, **pool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,10 +19,10 @@ from fedloom.core.batches import Batch
 from fedloom.core.context import Outputs
 from fedloom.core.errors import ConfigError, unknown
 from fedloom.core.tree import Tensors
-from fedloom.select.fisher import FisherMap, head_gradients, shares, signals
+from fedloom.select.fisher import head_gradients
 from fedloom.select.shapley import check_mu, keep_until, marginals, select_experts, shapley_values
+from fedloom.select.utility import Utility
 
-Utility = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 Weigh = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 EmptyValue = Callable[[Tensor | None, int], "float | Tensor"]
 Fallback = Callable[[Tensor, Tensor], Tensor]
@@ -213,37 +213,6 @@ WEIGHINGS: dict[str, Callable[[Fallback], Weigh]] = {
     "shapley": RoutingWeights,
     "uniform": lambda fallback: UniformWeights(),
 }
-
-
-@dataclass(frozen=True)
-class FisherUtility:
-    """What an expert gains and costs by FRES: gain = -loss + (1 - alpha) * share of plasticity, cost = alpha *
-    stability cost (eqs. 3-5)."""
-
-    alpha: float
-    fisher_map: FisherMap = field(default_factory=FisherMap)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha must be in [0, 1], got {self.alpha}")
-
-    def __call__(
-        self, loss: Tensor, features: Tensor, delta_sq: Tensor, fisher: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Gain and cost [batch, experts]."""
-        stability, plasticity = signals(features, delta_sq, self.fisher_map(fisher, rows))
-        return (1 - self.alpha) * shares(plasticity) - loss, self.alpha * stability
-
-
-@dataclass(frozen=True)
-class LossUtility:
-    """The game without FRES: an expert gains by its low loss and costs nothing."""
-
-    def __call__(
-        self, loss: Tensor, features: Tensor, delta_sq: Tensor, fisher: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Gain and cost [batch, experts]."""
-        return -loss, torch.zeros_like(loss)
 
 
 @dataclass(frozen=True)
