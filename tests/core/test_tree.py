@@ -35,3 +35,10 @@ def test_clone_shares_nothing():
 def test_other_names_are_an_error_that_names_them():
     with pytest.raises(PayloadError, match=r"only in the first \['b'\], only in the second \['c'\]"):
         tree.add(A, {"w": B["w"], "c": B["b"]})
+
+
+def test_a_tree_on_its_device_is_of_the_same_tensors():
+    small = {"a": torch.ones(2), "b": torch.zeros(())}
+    moved = tree.on_device(small, "meta")
+    assert {t.device.type for t in moved.values()} == {"meta"} and moved["a"].shape == (2,)
+    assert all(tree.on_device(small, "cpu")[name] is tensor for name, tensor in small.items())

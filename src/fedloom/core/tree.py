@@ -59,6 +59,11 @@ def clone(a: Tensors) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in a.items()}
 
 
+def on_device(a: Tensors, device: torch.device | str) -> dict[str, Tensor]:
+    """The tree on a device; tensors that are there already are the same objects."""
+    return {name: tensor.to(device) for name, tensor in a.items()}
+
+
 def sq_norm(a: Tensors) -> Tensor:
     """Sum of squares over the whole tree; a scalar tensor, differentiable."""
     parts = [tensor.square().sum() for tensor in a.values()]

@@ -15,7 +15,7 @@ from fedloom.core.batches import Batch, Batches
 from fedloom.core.context import Context
 from fedloom.core.errors import ConfigError
 from fedloom.core.payload import Payload
-from fedloom.core.tree import Tensors
+from fedloom.core.tree import Tensors, on_device
 from fedloom.local.optim import SGD, Optimizer, Schedule, Step
 from fedloom.local.parts import Carry, Decision, GradTransform, Term
 from fedloom.local.terms.cross_entropy import CrossEntropy
@@ -78,7 +78,8 @@ class LocalSGD:
             raise ConfigError(f"training.clip_norm must be above 0 or null, got {self.clip_norm}")
 
     def __call__(self, down: Payload, data: Batches, ctx: Context, *, ref: Mapping[str, Any] | None = None) -> Trained:
-        """Train from `down["params"]` and `down["buffers"]`; `ref` adds to what the parts can read."""
+        """Train from `down["params"]` and `down["buffers"]`; `ref` adds to what the parts can read, trees among it on
+        the run's device."""
         live = ctx.bind(down["params"], down.get("buffers"))
         full_ref = self._ref(down, ctx, ref or {})
         carry = {name: part.init(full_ref, ctx) for name, part in self.carries.items()}
@@ -129,10 +130,9 @@ class LocalSGD:
         parts = (*self.terms, *self.decisions, *self.transforms, *self.carries.values())
         needed = {key for part in parts for key in getattr(part, "needs", ())}
         masks = {scope: ctx.class_mask(scope) for scope in ("seen", "old", "current", "all")}
-        ref = {**masks, **extra}
-        if "anchor" in needed:
-            device = ctx.net.forward.device
-            ref["anchor"] = {name: tensor.to(device) for name, tensor in down["params"].items()}
+        trees = {"anchor": down["params"]} if "anchor" in needed else {}
+        trees |= {name: value for name, value in extra.items() if _is_tree(value)}
+        ref = {**masks, **extra, **{name: on_device(tree, ctx.net.forward.device) for name, tree in trees.items()}}
         if missing := sorted(needed - ref.keys()):
             raise ConfigError(f"a part of local training needs ref {missing}, which the method does not pass")
         return ref
@@ -205,6 +205,10 @@ def _only(live: Mapping[str, nn.Parameter], patterns: tuple[str, ...]) -> Iterat
     finally:
         for param in held:
             param.requires_grad_(True)
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(tensor, Tensor) for tensor in value.values())
 
 
 def _detached(out: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -97,10 +97,9 @@ class FedEWC(FedAvg):
         """Train with the penalty once there is a past; keep F and theta*."""
         if not self._penalised(ctx):
             return super().client_update(down, state, data, ctx)
-        state, device = PAST.kept({"anchor": down["params"], **down}, state, ctx), ctx.net.forward.device
-        fisher, centre = ({name: t.to(device) for name, t in state[field].items()} for field in PAST.names)
+        state = PAST.kept({"anchor": down["params"], **down}, state, ctx)
         local = replace(self.local, terms=(*self.local.terms, QuadraticPenalty(self.lam)))
-        end = local(down, data, ctx, ref={"fisher": fisher, "centre": centre})
+        end = local(down, data, ctx, ref={"fisher": state["fisher"], "centre": state["anchor"]})
         return Update(state, {"params": end.params, "buffers": end.buffers}, metrics=end.metrics)
 
     def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:

@@ -35,7 +35,7 @@ from annotated_types import Gt
 
 from fedloom.core import Batches, ClientId, ConfigError, Context, Method, Payload, Reply, Update
 from fedloom.core.payload import ClassRows
-from fedloom.core.tree import Tensors, add, axpy, scale, sub, zeros_like
+from fedloom.core.tree import Tensors, add, axpy, on_device, scale, sub, zeros_like
 from fedloom.local import SGD, LocalSGD
 from fedloom.merge.mean import replies_mean
 
@@ -113,7 +113,7 @@ class Scaffold(Method):
         correction = sub(down["control"], state["control"])
         end = self.local(down, data, ctx, ref={"correction": correction})
         rate = total_rate(self.local, ctx, end.steps)
-        own = refreshed(state["control"], correction, down["params"], end.params, rate)
+        own = refreshed(state["control"], correction, down["params"], on_device(end.params, "cpu"), rate)
         up = {"params": end.params, "buffers": end.buffers, "control": sub(own, state["control"])}
         return Update({"control": own}, up, metrics=end.metrics)
 

@@ -84,7 +84,7 @@ class BatchFisher:
 
     def init(self, ref: Ref, ctx: Context) -> Tensors:
         """Start from `ref["fisher"]`."""
-        return {name: tensor.to(ctx.net.forward.device) for name, tensor in ref["fisher"].items()}
+        return dict(ref["fisher"])
 
     def update(self, value: Tensors, out: Outputs, batch: Batch, ref: Ref) -> Tensors:
         """Fold in the batch."""
