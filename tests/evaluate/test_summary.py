@@ -15,7 +15,7 @@ def test_every_key_in_order_and_null_where_unknown():
 
 
 def test_extras_follow():
-    summary = make_summary(degraded_rounds=0, unseen_examples=2, accuracy_within_task=0.9)
+    summary = make_summary(data_view="stream", degraded_rounds=0, unseen_examples=2, accuracy_within_task=0.9)
     assert tuple(summary) == SUMMARY_KEYS + EXTRA_KEYS
 
 

@@ -26,7 +26,7 @@ from fedloom.methods.joint import Joint, joint
 from fedloom.select.sampling import uniform_cohort
 from test_api import DIGITS
 from toys.federation import BlobSpec, experiment, local
-from toys.running import start
+from toys.running import rows, start
 
 JOINT, FEDAVG = "fedloom.methods.joint:joint", "fedloom.methods.fedavg:fedavg"
 DEALT = {**DIGITS, "partition": {"kind": "dirichlet", "clients": 4}}
@@ -77,6 +77,16 @@ def test_it_goes_on_from_stage_to_stage_and_forgets_less_than_fedavg_with_the_sa
     assert found[JOINT]["sample_visits"] == found[FEDAVG]["sample_visits"] > 0
     assert found[JOINT]["final_accuracy"] > 0.9 > 0.6 > found[FEDAVG]["final_accuracy"]
     assert found[JOINT]["forgetting"] < 0.1 < 0.5 < found[FEDAVG]["forgetting"]
+
+
+def test_all_visits_are_those_of_the_whole_pool_in_every_epoch(tmp_path: Path):
+    made = experiment(JOINT, rounds=2, options={"visits": "all"})
+    summary = start(tmp_path / "run", made)
+    seen = [(row["stage"], row["sample_visits"]) for row in rows(tmp_path / "run")]
+    assert seen == [(s, 2 * made.plan.size(0, s)) for s in range(3) for _ in range(2)]
+    sizes = [made.plan.size(0, s) for s in range(3)]
+    assert sizes == sorted(sizes) and summary["data_view"] == "pooled_cumulative_all"
+    assert start(tmp_path / "equal", experiment(JOINT, rounds=2))["data_view"] == "pooled_cumulative"
 
 
 def test_the_loss_is_over_every_class_seen_and_replaces_other_terms():

@@ -75,7 +75,8 @@ class Method:
     whose tensors may differ in shape from the server's. `personal`: a client may predict otherwise than the global
     view does, by its state or by what it is sent; False spares the evaluation of every client's own view.
     data_view: how the clients' data are presented: "stream" as the plan says, "pooled_cumulative" as one client that
-    holds all data of the stages seen so far (see `fedloom.engine.views`), which no real federation can grant.
+    holds all data of the stages seen so far, at the stream's budget, "pooled_cumulative_all" at full budget (see
+    `fedloom.engine.views`); no real federation can grant the last two. A property where an option chooses it.
     """
 
     reveals: ClassVar[Mapping[str, str]] = {}

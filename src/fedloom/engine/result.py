@@ -50,6 +50,7 @@ def conclude(
         "degraded_rounds": progress.degraded_rounds,
         "accuracy_within_task": row.get("accuracy/within_task"),
         "unseen_examples": row.get("unseen"),
+        "data_view": experiment.method.data_view,
         "params_sha256": digest(global_model(view)),
         "state_sha256": digest(server),
         **_costs(experiment, runtime, view, ctx),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +24,12 @@ class PooledCumulative:
 
     Budget: an epoch of a round visits as many examples as an epoch of that round's cohort under `plan` would, drawn
     from the whole pool, so sample visits equal those of methods that see the stream. Where nobody would work, nobody
-    does. cohort: `(participants, stage, round)` -> who that would be.
+    does. cohort: `(participants, stage, round)` -> who that would be. equal False: an epoch visits the whole pool.
     """
 
     plan: DataPlan
     cohort: Cohort
+    equal: bool = True
     _pools: list[Batches] = field(default_factory=list, init=False, repr=False)
 
     num_clients = 1
@@ -60,7 +62,7 @@ class PooledCumulative:
     def train(self, client: ClientId, stage: int, round: int | None, exchange: str) -> Batches:
         """The pool; with the quota of the round, where there is one."""
         pool = self._pool(stage).keyed("pooled", stage, round, exchange)
-        if round is None:
+        if round is None or not self.equal:
             return pool
         clients = self.cohort(self.plan.participants(stage), stage, round)
         return pool.with_quota(sum(self.plan.size(c, stage) for c in clients))
@@ -81,6 +83,7 @@ class PooledCumulative:
 VIEWS: Mapping[str, Callable[[DataPlan, Cohort], DataPlan]] = {
     "stream": lambda plan, cohort: plan,
     "pooled_cumulative": PooledCumulative,  # type: ignore[dict-item]  # the rest of the protocol is the plan's own
+    "pooled_cumulative_all": partial(PooledCumulative, equal=False),  # type: ignore[dict-item]
 }
 
 

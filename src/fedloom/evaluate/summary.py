@@ -49,7 +49,7 @@ SUMMARY_KEYS = (
     "state_sha256",
 )
 
-EXTRA_KEYS = ("accuracy_within_task", "unseen_examples", "degraded_rounds")
+EXTRA_KEYS = ("accuracy_within_task", "unseen_examples", "degraded_rounds", "data_view")
 
 
 def make_summary(**known: Any) -> dict[str, Any]:
