@@ -11,7 +11,7 @@ import torch
 import fedloom
 from fedloom import lifecycle
 from fedloom.core import CheckpointError, ConfigError
-from fedloom.served import open_personal, open_served
+from fedloom.served import export_safetensors, open_personal, open_served
 from test_api import DIGITS
 
 PERSONAL = {**DIGITS, "method": {"name": "toys.tally:tally"}}
@@ -55,3 +55,15 @@ def test_a_federation_leaves_the_same_models_on_its_nodes(tmp_path: Path) -> Non
 def test_a_client_without_anything_of_its_own_has_the_global_model(tmp_path: Path) -> None:
     done = fedloom.run(DIGITS, out=tmp_path / "run")
     assert torch.equal(open_personal(done.folder, 1).scores(images()), open_served(done.folder).scores(images()))
+
+
+def test_an_export_holds_whatever_a_method_predicts_with(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    done = fedloom.run({**DIGITS, "method": {"name": "replay", "memory": 20}}, out=tmp_path / "run")
+    found = load_file(export_safetensors(done.folder, tmp_path / "model.safetensors"))
+    served = open_served(done.folder)
+    names = {f"means.{name}" for name in served.view["means"]}
+    assert names <= found.keys() and len(names) == 2
+    assert all(torch.equal(found[f"means.{name}"], t) for name, t in served.view["means"].items())
+    assert {name for name in found if not name.startswith("means.")} == set(done.model.state_dict())

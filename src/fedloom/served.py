@@ -239,7 +239,10 @@ def describe(built: Built) -> dict[str, Any]:
 
 
 def export_safetensors(folder: Path, out: Path) -> Path:
-    """Write the global model as plain safetensors: the network's own tensor names, metadata as text."""
+    """Write the global model as plain safetensors: the network's own tensor names, metadata as text.
+
+    What a method predicts with besides the network (the class means of `replay`, say) is there as `<field>.<name>`.
+    """
     from safetensors.torch import save_file
 
     from fedloom.engine.files import usual_mode
@@ -247,6 +250,10 @@ def export_safetensors(folder: Path, out: Path) -> Path:
     served = open_served(folder)
     module = module_of(served)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()}
+    others = {field: tree for field, tree in served.view.items() if field not in ("params", "buffers")}
+    tensors |= {
+        f"{field}.{name}": tensor.contiguous() for field, tree in others.items() for name, tensor in tree.items()
+    }
     meta = {key: value if isinstance(value, str) else json.dumps(value) for key, value in served.meta.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -372,3 +372,8 @@ def test_doctor_knows_which_flower_will_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert (
         "problem flwr 1.20.0 is installed, and FedLoom needs flwr >= 1.28 and < 2.0 -> install another" in result.stdout
     )
+
+
+def test_a_recipe_is_listed_with_all_that_it_says_of_itself() -> None:
+    told = call("list", "recipes", "fedfmx/table1-cifar10-qli").stdout
+    assert "shards" in told and "partition.alpha_q 2, 4 (here), 6" in told and "base:" not in told

@@ -60,6 +60,6 @@ def test_without_fres_the_fisher_does_not_route():
 def test_every_ablation_takes_something_away():
     full = bits({"stop": "literal"})
     found = {name: bits({"stop": "literal", **options}) for name, options in ABLATIONS.items()}
-    assert {"no-fres", "no-aes", "no-rar", "none"} <= found.keys() and methods.ablations("fedfmx") == ABLATIONS
+    assert {"no-fres", "no-aes", "no-rar", "bare"} <= found.keys() and methods.ablations("fedfmx") == ABLATIONS
     assert all(outcome != full for outcome in found.values())
     assert len({str(outcome) for outcome in found.values()}) == len(found)

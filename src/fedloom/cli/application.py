@@ -32,7 +32,7 @@ Method = Annotated[str | None, typer.Option("--method", "-m", help="Method, or p
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Dotted key, YAML value.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of every random stream.")]
 Root = Annotated[str | None, typer.Option("--data-root", metavar="DIR", help="Local mirror of hub repositories.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="serial.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="serial or flower.")]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
 Workers = Annotated[str | None, typer.Option("--workers", metavar="N", help="Processes: a number, or auto.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")]

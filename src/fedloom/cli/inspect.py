@@ -102,12 +102,17 @@ def _costs(built: Built) -> dict[str, Any]:
     }
 
 
+def _examples(described: Mapping[str, Any]) -> str:
+    tests = sum(described["test_examples_per_task"])
+    return f"{described['train_examples']:,} training and {tests:,} test examples"
+
+
 def holdings(described: Mapping[str, Any]) -> list[str]:
     """A table of examples per client and stage, from the plan's description."""
     stages = described["stages"]
     clients = [str(c) for c in described["clients_listed"]][:SHOWN]
     tasks = ", ".join(f"task {k}: {_span(task)}" for k, task in enumerate(described["tasks"][:12]))
-    size = f"{_many(described['clients'], 'client')}, {_many(len(stages), 'stage')}"
+    size = f"{_many(described['clients'], 'client')}, {_many(len(stages), 'stage')}, {_examples(described)}"
     lines = [f"{described['data']}: {size}; {tasks}"]
     lines.append("client  " + "  ".join(f"{'stage ' + str(s['stage']):>14}" for s in stages[:10]))
     for client in clients:

@@ -49,7 +49,7 @@ def _list_names(kind: Kind, name: str | None, as_json: bool) -> None:
 
         if name not in dict(rows):
             raise ConfigError(unknown(kind.value.removesuffix("s"), name, dict(rows)))
-        rows = [(name, dict(rows)[name])]
+        rows = [(name, _header(name) if kind is Kind.recipes else dict(rows)[name])]
     if as_json:
         print_json({kind.value: [{"name": key, "about": about} for key, about in rows]})
         return
@@ -129,6 +129,15 @@ def _models() -> list[tuple[str, str]]:
     from fedloom.models.registry import names
 
     return [*names().items(), ("package.module:factory", "a network of your own")]
+
+
+def _header(recipe: str) -> str:
+    """All that a recipe says of itself before its first key."""
+    from fedloom.config.layers import RECIPES
+
+    lines = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
+    said = lines[: next(k for k, line in enumerate(lines) if not line.startswith("#"))]
+    return "\n".join(["", *(line.removeprefix("#").strip() for line in said)])
 
 
 def _recipes() -> list[tuple[str, str]]:

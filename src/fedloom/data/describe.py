@@ -34,6 +34,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "clients": plan.num_clients,
         "complete": complete,
         "clients_listed": list(clients),
+        "train_examples": len(plan.source.y_train),
         "test_examples_per_task": [len(plan.test(t)) for t in range(len(plan.tasks))],
         "stages": [_stage(plan, s, clients) for s in range(plan.num_stages)],
         "notes": list(plan.notes),

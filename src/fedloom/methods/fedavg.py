@@ -4,9 +4,10 @@ Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from 
 2017), algorithm 1. In a class-incremental stream this is the finetuning baseline. Clients send values, not
 deltas, and the mean is of values.
 
-Decisions: batch-norm buffers are averaged like weights (`buffers="mean"`); the label scope is every class seen
-so far ("current" is the trick of the LANDER family: only the task's logits enter the softmax); optimiser state
-is fresh in every client call.
+Decisions: batch-norm buffers are averaged like weights (`buffers="mean"`; "pooled" merges mean and variance as those of
+all examples, "frozen" keeps the initial ones); clients count by their examples (`uniform`: all the same); the label
+scope is every class seen so far ("current" is the trick of the LANDER family: only the task's logits enter the softmax,
+so that old rows of the head stay as they are); optimiser state is fresh in every client call.
 """
 
 from __future__ import annotations

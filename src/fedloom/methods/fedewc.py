@@ -15,8 +15,8 @@ finetuning. Their Fisher squares gradients of batch means, smaller by up to the 
 
 Decisions: the softmax, of the loss and of the Fisher alike, is over the task's classes (`label_scope` "current", which
 gives old rows of the head no gradient; "seen" is every class so far); the labels of the Fisher are the examples' own
-("model" draws them from the predictions); with lam = 0 nothing is measured, and the model is FedAvg's bit for bit.
-lam * fisher_cap bounds the curvature of the penalty: SGD needs it well below 2 / (learning rate).
+("model" draws them from the predictions); with lam = 0 nothing is measured, and the model is that of FedAvg with the
+same label scope, bit for bit. lam * fisher_cap bounds the curvature of the penalty: SGD needs it well below 2 / lr.
 Cost: one F up per stage from every client with data; from stage 1 on one F down per stage and client, and theta* as
 well to those that take part after the first merge of the stage only: until then it is the model that is sent. Clients
 keep both.

@@ -13,6 +13,11 @@ Fixed: plasticity gains are divided by their sum over experts (1/K for 0/0); the
 gradients, not the square of the mean gradient, and merges like a weight; balance and distillation reach the backbone;
 the head has a fixed width and rows of unseen classes take no part in anything; the gate is linear on the backbone's
 features; the teacher is over all experts; optimiser state is fresh per round.
+Symbols: rho decay of the Fisher; alpha cost against plasticity; mu threshold of the stop; beta weight of the gate's
+balance; gamma of its distillation; tau_r temperature of the teacher, `temperature` of the gate.
+Switches, the paper's ladder (table 3) as far as its text says what is left: no-fres (experts are valued by their loss
+alone), no-aes (all are active, with equal weights), no-rar (the gate learns no routing; all are mixed), bare (none of
+the three); top1 and top2 put a fixed number in the place of the adaptive stop.
 """
 
 from __future__ import annotations
@@ -36,14 +41,13 @@ from fedloom.select.routing import FALLBACKS, MIXES, MOST_EXPERTS, WEIGHINGS, Fi
 from fedloom.select.utility import UTILITIES
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
-# The paper's ladder (table 3), as far as its text says what is left when a part is taken away.
 WITHOUT_AES: dict[str, Any] = {"stop": "all", "weights": "uniform"}
 WITHOUT_RAR: dict[str, Any] = {"gamma": 0.0, "inference_experts": "all"}
 ABLATIONS: dict[str, dict[str, Any]] = {
     "no-fres": {"scores": "loss"},
     "no-aes": WITHOUT_AES,
     "no-rar": WITHOUT_RAR,
-    "none": {"scores": "loss", **WITHOUT_AES, **WITHOUT_RAR},
+    "bare": {"scores": "loss", **WITHOUT_AES, **WITHOUT_RAR},
     "top1": {"stop": 1},
     "top2": {"stop": 2},
 }
