@@ -182,6 +182,13 @@ def test_a_view_of_the_plan_costs_what_the_plan_does() -> None:
     assert visits(made.config, made.experiment.plan) == visits(plain.config, plain.experiment.plan) > 0
 
 
+def test_one_pooled_client_need_not_answer_for_many() -> None:
+    def asked(method: str) -> int:
+        return build(resolve({"method": method, "engine": {"min_replies": 3}})).options.min_replies
+
+    assert (asked("fedavg"), asked("joint")) == (3, 1)
+
+
 def test_methods_are_the_files_of_the_package() -> None:
     assert {"fedavg", "fedprox", "fedfmx"} <= set(names())
     assert [name for name, _ in summaries()] == names()

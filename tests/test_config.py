@@ -330,14 +330,22 @@ def test_a_file_goes_over_its_base(tmp_path) -> None:
     ("text", "told"),
     [
         ("base: 3", "must be a recipe's name or the path of a YAML file, got 3"),
-        ("base: quikstart", r"unknown recipe 'quikstart'. Did you mean 'quickstart'\?"),
-        ("base: gone.yaml", "is 'gone.yaml', which does not exist"),
+        ("base: quikstart", r"is 'quikstart', which is neither a recipe nor a YAML file.*Did you mean 'quickstart'\?"),
+        ("base: gone.yaml", "is 'gone.yaml', which is neither a recipe nor a YAML file beside it; correct it"),
+        ("base: ''", "must be a recipe's name or the path of a YAML file"),
+        (f"base: {'x' * 300}.yaml", "neither a recipe nor a YAML file beside it"),
+        ('base: "a\\0b.yaml"', "neither a recipe nor a YAML file beside it"),
+        ("base: loop.yaml", "neither a recipe nor a YAML file beside it"),
+        ("base: .", "neither a recipe nor a YAML file beside it"),
+        ("base: quickstart\n3: 4", "keys of the configuration must be text, got 3"),
+        ("base: quickstart\ntraining: &t {optimizer: *t}", "training.*refers to itself"),
         ("base: own.yaml", "leads back to"),
         ("base: other.yaml", "leads back to"),
     ],
 )
 def test_a_base_that_cannot_be_is_refused(text: str, told: str, tmp_path) -> None:
     (tmp_path / "other.yaml").write_text("base: own.yaml\n")
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
     (tmp_path / "own.yaml").write_text(f"{text}\n")
     with pytest.raises(ConfigError, match=told):
         resolve_source(str(tmp_path / "own.yaml"))

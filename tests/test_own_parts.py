@@ -26,6 +26,7 @@ def wrong_default(*, local, rate: float = "x"): return fedavg(local=local)
 def named(*, local, name: str = "x"): return fedavg(local=local)
 def bad_type(*, local, a: "1/0" = 3): return fedavg(local=local)
 def number(): return 3
+def leaving(*, local): raise SystemExit(0)
 def sets(*, local, plain=frozenset("cab"), typed: frozenset[str] = frozenset("zqr")):
     assert isinstance(plain, frozenset) and isinstance(typed, frozenset)
     return fedavg(local=local)
@@ -36,6 +37,7 @@ REFUSED = [
     ("named", "has a parameter 'name', which is a key of the section itself"),
     ("bad_type", "a type in its signature cannot be resolved"),
     ("number", "made a int, not a fedloom Method"),
+    ("leaving", "refuses its options: SystemExit, own_methods.py:10: 0"),
 ]
 
 
@@ -161,3 +163,40 @@ def test_a_model_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.nn.Linear, "reset_parameters", full)
     with pytest.raises(ConfigError, match="does not fit into memory"):
         built()
+
+
+LEAVING = """
+import sys
+from dataclasses import dataclass
+from fedloom.methods.fedavg import FedAvg
+
+@dataclass(frozen=True)
+class Left(FedAvg):
+    where: str = ""
+    def exchanges(self):
+        if self.where == "exchanges": sys.exit(0)
+        return super().exchanges()
+    def plan(self, stage):
+        if self.where == "plan": sys.exit(0)
+        return super().plan(stage)
+    def module(self, spec):
+        if self.where == "module": sys.exit(0)
+        return super().module(spec)
+    def send(self, server, client, ctx):
+        if self.where == "send" and client is not None: sys.exit(0)
+        return super().send(server, client, ctx)
+
+def left(*, local, where: str = "module"): return Left(local, where=where)
+"""
+
+
+@pytest.mark.parametrize("where", ["exchanges", "plan", "module", "send"])
+def test_a_method_that_calls_sys_exit_never_passes_for_a_run_that_ended_well(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left_methods.py").write_text(LEAVING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {"method": {"name": "left_methods:left", "where": where}, "model": "linear", "stream": {"kind": "static"}}
+    with pytest.raises(FedloomError, match="SystemExit: 0"):
+        api.run(data=data(), out=tmp_path / "run", **given)
+    assert not (tmp_path / "run" / "DONE").exists()

@@ -66,10 +66,11 @@ def _module(made: Experiment) -> nn.Module:
         return made.method.module(made.spec)
     except FedloomError:
         raise
-    except (MemoryError, RuntimeError) as error:
+    except (Exception, SystemExit) as error:  # networks and `module` may be code of the user
         if isinstance(error, MemoryError) or "allocate" in str(error):
             raise ConfigError("the model does not fit into memory; lower its widths or the method's experts") from error
-        raise
+        where = f" ({line})" if (line := origin(error)) else ""
+        raise ConfigError(f"the method's network cannot be made: {type(error).__name__}: {error}{where}") from error
 
 
 def experiment(config: Config | Mapping[str, Any], *, data: Any = None, model: Any = None) -> Experiment:
@@ -141,7 +142,7 @@ def _made(config: Config) -> Method:
         made = factory(**given)
     except FedloomError:
         raise
-    except Exception as error:  # a factory is code of the user
+    except (Exception, SystemExit) as error:  # a factory is code of the user
         where = "" if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}, {origin(error)}: "
         raise ConfigError(f"method '{section['name']}' refuses its options: {where}{error}") from error
     if not isinstance(made, Method):
@@ -331,7 +332,7 @@ def _options(config: Config, built: Experiment, module: nn.Module, key: str) -> 
         "reply_limit": engine.reply_limit,
         "on_client_failure": "retry" if retry else engine.on_client_failure,
         "retries": int(retry[1]) if retry else 0,
-        "min_replies": engine.min_replies,
+        "min_replies": min(engine.min_replies, built.plan.num_clients),  # a pooled view has one client
         "deadline": engine.deadline,
         "evaluate_every": config.evaluate.every,
         "personal": config.evaluate.personal,

@@ -83,9 +83,9 @@ def test_the_check_adds_nothing_to_training():
 
 def test_the_width_is_that_of_the_linear_head():
     ctx = context()
-    assert head_width(ctx, ctx.init_state()["params"]) == 8
+    assert head_width(ctx) == 8
     with pytest.raises(ConfigError, match="0 matrices of this one have a row per class"):
-        head_width(context(lambda: nn.Linear(2, 6)), {})
+        head_width(context(lambda: nn.Linear(2, 6)))
 
 
 def test_a_transposed_head_has_its_width_in_front():
@@ -97,4 +97,4 @@ def test_a_transposed_head_has_its_width_in_front():
             self.head = nn.Parameter(torch.zeros(5, 6))
 
     ctx = context(Transposed)
-    assert isinstance(ctx.net, Net) and head_width(ctx, ctx.init_state()["params"]) == 5
+    assert isinstance(ctx.net, Net) and head_width(ctx) == 5

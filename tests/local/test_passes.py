@@ -117,6 +117,12 @@ def test_drawn_labels_stay_inside_the_scope():
     assert drawn.shape == (200,) and set(drawn.tolist()) == {0, 2}
 
 
+def test_labels_of_a_model_that_has_diverged_are_the_examples_own():
+    logits = torch.tensor([[0.0, 30.0], [float("nan"), 1.0], [float("inf"), 1.0]])
+    drawn = model_labels(logits, torch.tensor([0, 1, 0]), torch.Generator().manual_seed(0))
+    assert drawn.tolist() == [1, 1, 0]
+
+
 @pytest.mark.parametrize("scope", ["seen", "current", "all"])
 def test_rows_of_classes_that_have_not_arrived_are_zero(scope: str):
     ctx = context(seen=(0, 1, 2), classes=(0, 1))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.core import ConfigError, Payload, Reply
+from fedloom.core import ConfigError, Payload, Reply, Stage
 from fedloom.core.payload import digest, nbytes
 from fedloom.core.seeds import generator
 from fedloom.core.tree import sub
@@ -134,6 +134,13 @@ def test_every_stage_but_the_last_ends_with_a_measurement(tmp_path: Path):
     trips = [(row["stage"], row["exchange"], row["clients"]) for row in rows(tmp_path / "run")]
     train = [[(stage, "train", 3)] * 2 for stage in range(3)]
     assert trips == [*train[0], (0, "consolidate", 3), *train[1], (1, "consolidate", 3), *train[2]]
+
+
+def test_a_stage_without_new_classes_is_not_measured():
+    method = fedewc(local=local())
+    classes = (0, 1, 2)
+    plans = [list(method.plan(Stage(1, 3, 2, classes, classes, old))) for old in ((0, 1), classes)]
+    assert [[trip.exchange for trip in trips] for trips in plans] == [["train", "train", "consolidate"], ["train"] * 2]
 
 
 def test_f_and_the_anchor_travel_once_per_stage_and_client(tmp_path: Path):

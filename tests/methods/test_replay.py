@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedloom.core import Batches, Reply, RunError, Stage
+from fedloom.core import Batches, ConfigError, Net, Reply, RunError
 from fedloom.core.payload import nbytes
 from fedloom.engine.checkpoint import newest
 from fedloom.engine.store import ClientStore
@@ -77,7 +77,7 @@ class Spy:
 # what is kept
 
 
-@pytest.mark.parametrize(("memory", "expected"), [(12, 2), (13, 2), (6, 1), (5, 0), (10**6, 10**6)])
+@pytest.mark.parametrize(("memory", "expected"), [(12, 2), (13, 2), (6, 1), (10**6, 10**6)])
 def test_a_client_keeps_floor_of_memory_by_seen_classes_of_each_class(memory, expected, tmp_path: Path):
     whole = toy(options={"memory": memory})
     _, kept = finished(tmp_path / "run", whole)
@@ -233,8 +233,8 @@ def test_nearest_mean_by_hand():
     assert torch.isneginf(scores[:, 2]).all() and scores.argmax(1).tolist() == [1, 0]
 
 
-def means(sums, counts, stage=0):
-    return {"sums": torch.tensor(sums), "counts": torch.tensor(counts), "stage": torch.tensor(stage)}
+def means(sums, counts, current=False):
+    return {"sums": torch.tensor(sums), "counts": torch.tensor(counts), "current": torch.tensor(current)}
 
 
 def test_sums_of_clients_add_up_and_a_class_that_nobody_reports_keeps_what_it_had():
@@ -244,9 +244,9 @@ def test_sums_of_clients_add_up_and_a_class_that_nobody_reports_keeps_what_it_ha
         Reply(c, 1.0, {"means": {"sums": torch.tensor(s), "counts": torch.tensor(n)}}, {})
         for c, (s, n) in enumerate(sent)
     ]
-    new = added_up(server, replies, SimpleNamespace(stage=Stage(4, 5, 1, (), ())))["means"]
+    new = added_up(server, replies)["means"]
     assert new["sums"].flatten().tolist() == [3.0, 2.0, 6.0] and new["counts"].tolist() == [3, 2, 5]
-    assert new["stage"].item() == 4
+    assert new["current"].item() is True
 
 
 def test_a_class_that_a_client_has_not_held_has_no_row_in_its_upload():
@@ -275,17 +275,48 @@ def test_predictions_are_the_nearest_mean_of_all_clients_exemplars(pool, tmp_pat
     torch.testing.assert_close(scores, -distances, rtol=1e-4, atol=1e-4)
 
 
-def test_inside_a_stage_the_means_are_old_and_logits_decide(tmp_path: Path):
+def test_once_the_model_has_moved_on_the_means_are_old_and_logits_decide(tmp_path: Path):
     whole = toy(options={"memory": 12})
     server, _ = finished(tmp_path / "run", whole)
-    method, net = whole.method, whole.net()
-    final, other = (whole.context(net, stage, exchange="evaluate") for stage in (2, 1))
-    assert method.send(server, None, final).keys() == {"params", "buffers", "means"}
-    assert method.send(server, None, other).keys() == {"params", "buffers"}
+    method, ctx = whole.method, whole.context(whole.net(), 2, exchange="evaluate")
+    for client in (None, 0):
+        assert method.send(server, client, ctx).keys() >= {"params", "buffers", "means"}
+    assert "means" not in method.send(server, 0, whole.context(whole.net(), 2)), "training needs no means"
+    reply = Reply(0, 1.0, {name: server[name] for name in ("params", "buffers")}, {})
+    moved = method.server_update(server, [reply], whole.context(whole.net(), 2))
+    assert "means" not in method.send(moved, None, ctx)
     x = whole.plan.test(0).stored(torch.arange(5))[0]
-    linear = method.predict(method.send(server, None, other), {}, x, final)
-    final.bind(server["params"], server["buffers"])
-    assert torch.equal(linear, final.scores(x))
+    linear = method.predict(method.send(moved, None, ctx), {}, x, ctx)
+    ctx.bind(moved["params"], moved["buffers"])
+    assert torch.equal(linear, ctx.scores(x))
+
+
+def test_a_stage_in_which_nobody_trains_leaves_predictions_as_they_were(tmp_path: Path):
+    whole = experiment("fedloom.methods.replay:replay", idle=(2,), options={"memory": 12})
+    matrix = start(tmp_path / "run", whole)["accuracy_matrix"]
+    assert matrix[2][:2] == matrix[1][:2] and min(matrix[1][:2]) > 0.5
+
+
+@pytest.mark.parametrize("memory", [1, 5])
+def test_a_memory_smaller_than_the_number_of_classes_is_refused(memory: int, tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"method.memory is {memory}, but the stream has 6 classes.*at least 6, or 0"):
+        start(tmp_path / "run", experiment("fedloom.methods.replay:replay", options={"memory": memory}))
+
+
+class Sideways(Headed):
+    """Its features are not what its head reads."""
+
+    def forward(self, x):
+        return {**super().forward(x), "feats": x}
+
+
+def test_features_that_the_head_does_not_read_are_refused(tmp_path: Path):
+    whole = toy(options={"memory": 12})
+    net = Net(lambda: Sideways(BlobSpec(num_classes=6).backbone(), 6))
+    ctx = whole.context(net, 0, exchange="consolidate", client=0)
+    state = net.fresh()
+    with pytest.raises(ConfigError, match="'feats' has 2 features, but the head reads 8"):
+        whole.method.consolidate(state, {}, whole.plan.train(0, 0, None, "consolidate"), ctx)
 
 
 def test_linear_inference_uploads_and_keeps_no_means(tmp_path: Path):

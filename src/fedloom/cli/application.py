@@ -76,7 +76,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except OutputLost as error:
             fail(str(error), 1)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # code of the user may call sys.exit(), which ends no command well
             from fedloom.core.errors import FedloomError, origin
 
             if isinstance(error, FedloomError):

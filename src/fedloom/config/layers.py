@@ -12,7 +12,7 @@ import yaml
 
 from fedloom.config.sections import CHOICES, NAMED
 from fedloom.config.words import shorten, shown
-from fedloom.core.errors import ConfigError, unknown
+from fedloom.core.errors import ConfigError, closest, unknown
 
 RECIPES = Path(__file__).parents[1] / "cli" / "recipes"
 
@@ -89,14 +89,25 @@ def _based(layer: dict[str, Any], path: Path, above: tuple[Path, ...]) -> dict[s
     if "base" not in layer:
         return layer
     base = layer.pop("base")
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not base:
         raise ConfigError(f"base of '{path}' must be a recipe's name or the path of a YAML file, got {shown(base)}")
-    below = path.parent / base if base.endswith((".yaml", ".yml")) else _located(base)[1]
-    if below.resolve() in (seen.resolve() for seen in above):
+    below = _located(base)[1] if base in recipe_names() else path.parent / base
+    try:
+        found, again = below.is_file(), below.resolve() in (seen.resolve() for seen in above)
+    except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, a null byte
+        found = again = False
+    if again:
         raise ConfigError(f"base of '{path}' leads back to '{below}'; remove one of them")
-    if not below.is_file():
-        raise ConfigError(f"base of '{path}' is '{shorten(base)}', which does not exist; correct it")
-    return merge(nested(_based(read_yaml(below), below, (*above, below))), nested(layer))
+    if not found:
+        near = closest(base, recipe_names())
+        raise ConfigError(
+            f"base of '{path}' is {shown(base)}, which is neither a recipe nor a YAML file beside it; correct it.{near}"
+        )
+    layers = [_based(read_yaml(below), below, (*above, below)), layer]
+    for part in layers:
+        check_keys(part)
+        check_values(part)
+    return merge(*(nested(part) for part in layers))
 
 
 def _located(recipe: str) -> tuple[str, Path]:
@@ -147,6 +158,13 @@ def nested(layer: Layer) -> dict[str, Any]:
             value = {part: value}
         found = merge(found, {parts[0]: _named(value, (parts[0],))})
     return found
+
+
+def check_keys(layer: Mapping[Any, Any]) -> None:
+    """Raise `ConfigError` for a key that is no text."""
+    bad = next((key for key in layer if not isinstance(key, str)), None)
+    if bad is not None:
+        raise ConfigError(f"keys of the configuration must be text, got {shown(bad)}")
 
 
 def check_values(layer: Layer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedloom.config.layers import Layer, check_values, find, merge, method_hint, nested
+from fedloom.config.layers import Layer, check_keys, check_values, find, merge, method_hint, nested
 from fedloom.config.options import complete, plain
 from fedloom.config.sections import Config
 from fedloom.config.words import explain, shorten, shown
@@ -52,9 +52,7 @@ def resolve(*layers: Layer) -> Config:
 
 
 def _texts(layer: Layer) -> dict[str, Any]:
-    bad = next((k for k in layer if not isinstance(k, str)), None)
-    if bad is not None:
-        raise ConfigError(f"keys of the configuration must be text, got {shown(bad)}")
+    check_keys(layer)
     check_values(layer)
     return nested(layer)
 

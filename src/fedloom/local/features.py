@@ -8,7 +8,6 @@ from torch import Tensor
 from fedloom.core.batches import Batch, Batches
 from fedloom.core.context import Context, Outputs
 from fedloom.core.errors import ConfigError
-from fedloom.core.tree import Tensors
 from fedloom.local.parts import Carried, Ref
 
 
@@ -42,7 +41,10 @@ def feats(out: Outputs) -> Tensor:
             f"model: the method needs features, and the network gives only {', '.join(sorted(out))}; let it return a "
             "mapping with 'logits' and 'feats', or give the model as a backbone (attribute num_features)"
         )
-    return out["feats"]
+    found = out["feats"]
+    if found.dim() != 2:
+        raise ConfigError(f"model: 'feats' must have the shape [batch, features], got {list(found.shape)}; flatten it")
+    return found
 
 
 def feats_needed(out: Outputs, batch: Batch, ref: Ref, carry: Carried) -> Outputs:
@@ -51,11 +53,12 @@ def feats_needed(out: Outputs, batch: Batch, ref: Ref, carry: Carried) -> Output
     return {}
 
 
-def head_width(ctx: Context, params: Tensors) -> int:
+def head_width(ctx: Context) -> int:
     """Width d of the features that the network's linear head reads, told by its class rows.
 
     Raises `ConfigError` unless exactly one matrix has a row per class.
     """
+    params = dict(ctx.net.module.named_parameters())
     matrices = [
         (params[name], dim) for name, dim in ctx.class_rows.items() if name in params and params[name].dim() == 2
     ]

@@ -21,8 +21,14 @@ def true_labels(logits: Tensor, y: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def model_labels(logits: Tensor, y: Tensor, rng: torch.Generator) -> Tensor:
-    """Labels [batch] drawn from softmax(logits) [batch, classes]: an unbiased estimate of the true Fisher."""
-    return torch.multinomial(logits.softmax(1).cpu(), 1, generator=rng)[:, 0].to(y.device)
+    """Labels [batch] drawn from softmax(logits) [batch, classes]: an unbiased estimate of the true Fisher.
+
+    The examples' own where the softmax is not finite: a model that has diverged is refused by its gradients.
+    """
+    shares = logits.softmax(1).cpu()
+    finite = shares.isfinite().all(1)
+    drawn = torch.multinomial(torch.where(finite[:, None], shares, 1.0), 1, generator=rng)[:, 0]
+    return torch.where(finite, drawn, y.cpu()).to(y.device)
 
 
 LABELS: dict[str, Labels] = {"true": true_labels, "model": model_labels}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.core import Batches, Payload
+from fedloom.core import Batches, ConfigError, Payload
 from fedloom.core.batches import Inputs, take
 from fedloom.select.herding import herd
 
@@ -59,6 +59,15 @@ class Exemplars(NamedTuple):
         picks = [(self.y == c).nonzero().flatten()[:count] for c in classes]
         index = torch.cat([torch.arange(0), *picks])
         return Exemplars(take(self.x, index), self.y[index])
+
+
+def check_memory(memory: int, classes: int) -> None:
+    """Raise `ConfigError` for a memory that would hold nothing of some class in the end; 0 is none at all."""
+    if 0 < memory < classes:
+        raise ConfigError(
+            f"method.memory is {memory}, but the stream has {classes} classes, and a client keeps floor(memory / seen) "
+            f"examples of each; give at least {classes}, or 0 for none"
+        )
 
 
 def chosen(pool: Pool, features: Tensor, labels: Tensor, count: int, rng: torch.Generator) -> Tensor:

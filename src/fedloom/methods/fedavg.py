@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from fedloom.core import Batches, Context, Method, Payload, Reply, Update
+from fedloom.core import Batches, ClientId, Context, Method, Payload, Reply, Update
 from fedloom.local import LocalSGD
 from fedloom.local.terms import CrossEntropy
 from fedloom.merge.buffers import buffer_policy
@@ -42,6 +42,10 @@ class FedAvg(Method):
         "params": "a model trained on the client's data: open to gradient inversion and membership inference",
         "buffers": "mean and variance of the client's activations",
     }
+
+    def send_model(self, server: Payload, client: ClientId | None, ctx: Context) -> Payload:
+        """The model alone, for exchanges that look at it."""
+        return {field: server[field] for field in ("params", "buffers")}
 
     def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
         """Train from the downloaded model; upload parameters and buffers."""

@@ -9,9 +9,10 @@ Schwarz et al., "Progress & Compress" (ICML 2018), here as a mean, as federated 
 theta* is the global model with which the stage began. F_new is measured at the final model of a stage, in a trip
 "consolidate" to every client that holds data: the mean of per-sample squared gradients over each one's examples
 (`diagonal_fisher`), averaged as models are. Where nobody answers, F stays. C counts classes: those before the stage,
-and those seen with it. The penalty acts on the model that the client trains. (The code of LANDER and of TARGET
-evaluates it on the global network while the optimiser steps a copy, so it reaches nothing: their "FedEWC" is
-finetuning. Their Fisher squares gradients of batch means, smaller by up to the size of the batch.)
+and those seen with it; a stage without new classes has a = 1, so nothing is measured there. The penalty acts on the
+model that the client trains. (The code of LANDER and of TARGET evaluates it on the global network while the optimiser
+steps a copy, so it reaches nothing: their "FedEWC" is finetuning. Their Fisher squares gradients of batch means,
+smaller by up to the size of the batch.)
 
 Decisions: the softmax, of the loss and of the Fisher alike, is over the task's classes (`label_scope` "current", which
 gives old rows of the head no gradient; "seen" is every class so far); the labels of the Fisher are the examples' own
@@ -81,9 +82,9 @@ class FedEWC(FedAvg):
         return {**super().exchanges(), "consolidate": Exchange(self.send_model, self.measure, self.consolidate)}
 
     def plan(self, stage: Stage) -> Iterable[Trip]:
-        """After the rounds of every stage but the last, F is measured."""
-        last = stage.index + 1 == stage.count
-        return [*super().plan(stage), *([Trip("consolidate", None, "all")] if self.lam and not last else [])]
+        """After the rounds of a stage F is measured, unless no stage follows or the merge would leave F as it is."""
+        measured = self.lam and stage.index + 1 < stage.count and len(stage.old) < len(stage.seen)
+        return [*super().plan(stage), *([Trip("consolidate", None, "all")] if measured else [])]
 
     def send(self, server: Payload, client: ClientId | None, ctx: Context) -> Payload:
         """The model, and once per stage F, and theta* where it is another model."""
@@ -109,10 +110,6 @@ class FedEWC(FedAvg):
             return new
         anchor = server["anchor" if PAST.current(server, ctx) else "params"]
         return {**new, "anchor": anchor, **PAST.marked(server, replies, ctx)}
-
-    def send_model(self, server: Payload, client: ClientId | None, ctx: Context) -> Payload:
-        """The model alone."""
-        return {field: server[field] for field in ("params", "buffers")}
 
     def measure(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
         """F of the model on the client's data of this stage."""

@@ -11,8 +11,8 @@ class-incremental learning. A client keeps up to `memory` examples, m = floor(me
 - Training is on new data and exemplars together: cross-entropy over every class seen, and from the second stage on
   `distillation` * KL(softmax(t_old / T) || softmax(z_old / T)) from the global model of the end of the last stage.
 - Prediction is by the nearest class mean (`inference="nme"`): score -|f - mu_c|^2, both of length 1, mu_c over the
-  exemplars of all clients; -inf for a class without any. It is by logits (`"linear"`) inside a stage, whose means are
-  yet to come, and without memory.
+  exemplars of all clients; -inf for a class without any. It is by logits (`"linear"`) while the model has moved on and
+  its means are yet to come, and without memory.
 
 Decisions: an epoch visits as many examples as the client has new ones, drawn from both kinds, so that methods without
 memory have the same budget (`visits="all"`: each new example and each exemplar once, as public code does). Clients
@@ -38,11 +38,11 @@ from fedloom.core.batches import Inputs
 from fedloom.core.payload import ClassRows
 from fedloom.core.seeds import generator
 from fedloom.local import LocalSGD
-from fedloom.local.features import class_sums, feats, feats_needed, features
+from fedloom.local.features import feats, feats_needed, features
 from fedloom.local.terms import CrossEntropy, Distillation
-from fedloom.methods.exemplars import POOLS, Exemplars, Pool, chosen, herded
-from fedloom.methods.nearest import MEANS, ROWS, SUMS, added_up, means_of, nearness, no_means
-from fedloom.methods.teachers import MODEL, TaughtFedAvg
+from fedloom.methods.exemplars import POOLS, Exemplars, Pool, check_memory, chosen, herded
+from fedloom.methods.nearest import MEANS, ROWS, added_up, means_of, nearness, no_means, outdated, sums_of
+from fedloom.methods.teachers import TaughtFedAvg
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -76,13 +76,14 @@ class Replay(TaughtFedAvg):
         return {**super().class_rows(ctx), **(ROWS if self.nearest else {})}
 
     def init_server(self, ctx: Context) -> Payload:
-        """The model, and no means yet."""
-        state = super().init_server(ctx)
-        return {**state, **(no_means(ctx, state["params"]) if self.nearest else {})}
+        """The model, and no means yet. `ConfigError` where memory cannot hold an example of every class."""
+        check_memory(self.memory, ctx.num_classes)
+        return {**super().init_server(ctx), **(no_means(ctx) if self.nearest else {})}
 
     def send(self, server: Payload, client: ClientId | None, ctx: Context) -> Payload:
-        """Model and teacher as the base sends them; once the stage's class means are there, they come along."""
-        return {**super().send(server, client, ctx), **(means_of(server, ctx) if self.nearest else {})}
+        """Model and teacher as the base sends them, and to predict the class means, while they are the model's."""
+        predicts = self.nearest and (client is None or ctx.exchange == "evaluate")
+        return {**super().send(server, client, ctx), **(means_of(server) if predicts else {})}
 
     def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
         """Train on new data and exemplars together."""
@@ -91,6 +92,10 @@ class Replay(TaughtFedAvg):
             data = data.joined(*past, quota=len(data) if self.equal else None)
         return super().client_update(down, state, data, ctx)
 
+    def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
+        """The base's merge; the class means are then of an older model."""
+        return {**super().server_update(server, replies, ctx), **(outdated(server) if self.nearest else {})}
+
     def exchanges(self) -> Mapping[str, Exchange]:
         """Training, and the choice of exemplars."""
         return {**super().exchanges(), "consolidate": Exchange(self.send_model, self.consolidate, self.absorb)}
@@ -98,10 +103,6 @@ class Replay(TaughtFedAvg):
     def plan(self, stage: Stage) -> Iterable[Trip]:
         """Exemplars are chosen when the stage's rounds are over."""
         return [*super().plan(stage), *([Trip("consolidate", None, "all")] if self.memory else [])]
-
-    def send_model(self, server: Payload, client: ClientId | None, ctx: Context) -> Payload:
-        """The model alone."""
-        return {field: server[field] for field in MODEL}
 
     def consolidate(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
         """Choose exemplars of the stage's classes, keep fewer of the older ones; upload sums of their features."""
@@ -113,13 +114,13 @@ class Replay(TaughtFedAvg):
         found, labels = features(ctx, data)
         found, rng = F.normalize(found), generator(ctx.seed_for("exemplars"))
         picks = torch.cat([chosen(self.pool, found[:new], labels[:new], count, rng), torch.arange(new, len(data))])
-        sums = dict(zip(SUMS, class_sums(found[picks], labels[picks], ctx.num_classes), strict=True))
+        up = sums_of(ctx, found[picks], labels[picks]) if self.nearest else {}
         kept = {**state, **Exemplars(*data.stored(picks)).field()}
-        return Update(kept, {MEANS: sums} if self.nearest else {}, metrics={"exemplars": float(len(picks))})
+        return Update(kept, up, metrics={"exemplars": float(len(picks))})
 
     def absorb(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         """The class means over the exemplars of all clients."""
-        return {**server, **(added_up(server, replies, ctx) if self.nearest else {})}
+        return {**server, **(added_up(server, replies) if self.nearest else {})}
 
     def predict(self, down: Payload, state: Payload, x: Inputs, ctx: Context) -> Tensor:
         """Scores [batch, classes]: nearness to the class means where the view has any, else logits."""
