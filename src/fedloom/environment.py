@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import platform
 import sys
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.build import Built
+    from fedloom.config import Config
 
 CORE = (
     "torch",
@@ -53,7 +56,58 @@ def environment(built: Built) -> dict[str, Any]:
         "config_hash": built.hash,
         "data_sha256": built.source.fingerprint,
         "plan_sha256": built.experiment.plan.fingerprint(),
+        **sources(built.config),
     }
+
+
+_imported: dict[str, tuple[Any, str | None]] = {}  # module -> its import and the SHA-256 of its file then
+
+
+def sources(config: Config) -> dict[str, str | None]:
+    """SHA-256 of the files that define a method and a network of the user's own (`module:attribute`).
+
+    They are read when first asked for after an import, so that an edit after it, which this process does not run, does
+    not count. None for those of the package, for objects passed from Python, and where there is no file.
+    """
+    found: dict[str, str | None] = {}
+    for section, module in _own_modules(config).items():
+        found[f"{section}_source"] = None
+        if module is not None:
+            name, spec = module.__name__, getattr(module, "__spec__", None)  # a reload makes another one
+            if name not in _imported or _imported[name][0] is not spec:
+                _imported[name] = spec, _digest(module)
+            found[f"{section}_source"] = _imported[name][1]
+    return found
+
+
+def edited(config: Config) -> list[str]:
+    """Files of an own method and network that are no longer what this process imported."""
+    known = sources(config)
+    modules = {f"{section}_source": module for section, module in _own_modules(config).items()}
+    return [str(m.__file__) for key, m in modules.items() if m is not None and _digest(m) != known[key]]
+
+
+def _own_modules(config: Config) -> dict[str, Any]:
+    """`method` and `model` -> the module that defines the user's own one, else None."""
+    from fedloom.methods import load_attribute
+
+    found: dict[str, Any] = {}
+    for section, name in (("method", config.method["name"]), ("model", config.model.name)):
+        head, colon, _ = name.partition(":")
+        if not colon or head == "object":
+            found[section] = None
+            continue
+        part = load_attribute(name, f"{section}.name")
+        plain = inspect.isfunction(part) or inspect.isclass(part)
+        found[section] = sys.modules.get(part.__module__ if plain else head)
+    return found
+
+
+def _digest(module: Any) -> str | None:
+    try:
+        return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
+    except (AttributeError, TypeError, OSError):  # written in C, made by hand, inside an archive
+        return None
 
 
 def installed(package: str) -> str | None:

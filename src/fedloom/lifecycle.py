@@ -39,6 +39,7 @@ def begin(
 
     recipe(built.experiment, built.options.workers)
     with _gone_unless_begun(out) as watch, RunFolder.create(out, built.config.as_dict(), environment(built)) as folder:
+        watch.ours = True
         write_json(folder.path / "partition.json", built.experiment.plan.describe())
         folder.log(f"fedloom {__version__}, configuration {built.hash}")
         for note in built.experiment.plan.notes:
@@ -57,20 +58,22 @@ def go_on(
 
     with RunFolder.open(path) as folder:
         built = rebuild(folder.path)
-        _check_same(folder, built)
+        for note in _check_same(folder, built):
+            _note(folder, observers, note)
         return folder.path, _carry_out(built, folder, observers, carry)
 
 
 @contextmanager
-def _gone_unless_begun(out: Path) -> Iterator[Observer]:
+def _gone_unless_begun(out: Path) -> Iterator[Any]:
     """Remove the folders that are new here when a run is refused before a client has worked.
 
-    Yields the observer that notices the first client.
+    Yields the observer that notices the first client; `ours` says that the folder is not of another process, which may
+    have been faster.
     """
     from fedloom.engine.experiment import Observer
 
     class Watch(Observer):
-        begun = False
+        begun = ours = False
 
         def client_done(self, done: int, total: int) -> None:
             self.begun = True
@@ -82,9 +85,10 @@ def _gone_unless_begun(out: Path) -> Iterator[Observer]:
         yield watch
     except FedloomError as error:
         if error.exit_code == ConfigError.exit_code and not watch.begun and new:
-            _keep_log(error, out / "log.txt")
-            shutil.rmtree(out, ignore_errors=True)
-            for path in new[1:]:
+            if watch.ours:
+                _keep_log(error, out / "log.txt")
+                shutil.rmtree(out, ignore_errors=True)
+            for path in new:
                 with suppress(OSError):  # another run has moved in
                     path.rmdir()
         raise
@@ -98,16 +102,26 @@ def _keep_log(error: FedloomError, log: Path) -> None:
         error.args = (str(error).replace(str(log), str(kept)),)
 
 
-def _check_same(folder: RunFolder, built: Built) -> None:
+def _check_same(folder: RunFolder, built: Built) -> list[str]:
+    """Raise `CheckpointError` unless this is the run that began; what is different all the same, in words."""
+    from fedloom.environment import sources
+
     try:
-        known = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))["config_hash"]
+        known = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
+        began = known["config_hash"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder.path / 'env.json'} is missing or damaged; start a new run") from error
-    if known != built.hash:
+    if began != built.hash:
         raise CheckpointError(
             f"the configuration of {folder.path} or its data or device have changed since the run began; "
             "restore config.yaml, or start a new run with the changed one"
         )
+    return [
+        f"the file of the {key.removesuffix('_source')} has changed since the run began; what was computed before is "
+        "by the old one"
+        for key, value in sources(built.config).items()
+        if known.get(key) not in (None, value)
+    ]
 
 
 def _carry_out(built: Built, folder: RunFolder, observers: Sequence[Observer], carry: Carry | None) -> dict[str, Any]:
@@ -129,7 +143,7 @@ def _carry_out(built: Built, folder: RunFolder, observers: Sequence[Observer], c
         if error.exit_code == RunError.exit_code:
             folder.mark("FAILED", str(error))
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a method's sys.exit() must not pass for a finished run
         folder.log(traceback.format_exc())
         folder.mark("FAILED", f"{type(error).__name__}: {error}")
         raise RunError(

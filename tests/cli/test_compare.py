@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_a_comparison_ends_with_its_table_and_its_files(tmp_path: Path) -> None:
     result = call("compare", "quickstart", "-m", "fedavg,fedprox+mu=1", "--seeds", "0,1", "--out", folder, *FAST)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("Comparison of 2 methods, quickstart (sklearn/digits; class_incremental, 2 tasks;")
-    for name in ("compare.md", "compare.csv"):
+    for name in ("compare.md", "compare.csv", "compare.json"):
         assert str(folder / name) in result.stdout and (folder / name).exists()
     assert result.stdout.endswith(f"folder: {folder}\n") and not (folder / "summary.json").exists()
     said = result.stderr.splitlines()
@@ -49,17 +50,24 @@ def test_a_comparison_ends_with_its_table_and_its_files(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert sum("round 0 of 1: 3 clients" in line for line in said) == 8
 
+    assert "\nSet: model.name=linear, partition.clients=3, stream.tasks=2, training.local_epochs=1," in result.stdout
+    assert content_of(folder)["settings"]["training.rounds"] == 1
+
     again = call("compare", "-m", "fedavg,fedprox+mu=1", "--seeds", "0,1", "--out", folder, "--json", *FAST)
     content = json.loads(again.stdout)
     assert again.exit_code == 0 and not again.stderr and again.stdout.count("\n") == 1
     assert content.pop("folder") == str(folder)
-    assert content == json.loads((folder / "compare.json").read_text())
+    assert content == content_of(folder)
 
     python = fedloom.compare(
         "quickstart", ["fedavg", "fedprox+mu=1"], [0, 1], model="linear", training={"rounds": 1, "local_epochs": 1},
         partition={"clients": 3}, stream={"tasks": 2}, out=folder,
     )  # fmt: skip
     assert python.summary == content, "the same hashes, so the same runs"
+
+
+def content_of(folder: Path) -> Any:
+    return json.loads((folder / "compare.json").read_text())
 
 
 def test_quiet_says_nothing_and_verbose_more(tmp_path: Path) -> None:
@@ -77,6 +85,7 @@ def test_a_dry_run_lists_the_runs_and_starts_nothing(tmp_path: Path) -> None:
     assert result.exit_code == 0 and not folder.exists()
     assert [line.split()[0] for line in lines[:4]] == ["fedavg"] * 2 + ["fedfmx+body=[8,4]"] * 2
     assert lines[4] == f"4 runs in {folder}: 4 missing"
+    assert all(re.search(r"  [0-9a-f]{12}…  missing$", line) for line in lines[:4])
     call("compare", "-m", "fedavg", "--seed", "0", "--out", folder, "-q", *FAST)
     found = json.loads(call(*arguments, "--json").stdout)
     assert [run["state"] for run in found["runs"]] == ["done", "missing", "missing", "missing"]
@@ -87,7 +96,7 @@ def test_an_ablation(tmp_path: Path) -> None:
     result = call("ablate", "fedfmx+experts=2", "quickstart", "--switches", "no-rar,top1", "--seeds", "0",
                   "--reference", "top1", "--out", tmp_path / "a", "-q", *FAST)  # fmt: skip
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("Ablation of fedfmx, quickstart")
+    assert result.stdout.startswith("Ablation of fedfmx+experts=2, quickstart")
     content = json.loads((tmp_path / "a" / "compare.json").read_text())
     assert list(content["methods"]) == ["full", "no-rar", "top1"] and content["reference"] == "top1"
 
@@ -112,6 +121,7 @@ def test_switches_are_listed_with_their_method() -> None:
         (["compare", "-m", "fedavg", "--seeds", "-1"], "seeds must be whole numbers from 0, such as 0,1,2, got -1"),
         (["compare", "-m", "fedavg", "--reference", "fedvg"], "unknown reference 'fedvg'. Did you mean 'fedavg'?"),
         (["compare", "-m", "fedavg", "-s", "seed=1"], "seed is set for every run by the seeds of the comparison"),
+        (["compare", "-m", "fedavg,joint", "-s", "method.uniform=true"], "of them name fedavg+uniform=true instead."),
         (["compare", "-m", "fedavg", "-s", "method=joint"], "method.name is set by the entries of the comparison"),
         (["compare", "quikstart", "-m", "fedavg"], "unknown recipe 'quikstart'"),
         (["compare", "-m", "fedavg", "--out", ""], "out is empty; name a folder"),

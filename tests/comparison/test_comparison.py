@@ -7,6 +7,8 @@ import json
 import math
 import shutil
 import statistics
+import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 
 import fedloom
 from fedloom import lifecycle
+from fedloom.comparison import entries
 from fedloom.core.errors import ConfigError, DataError, Interrupted, RunError
 from fedloom.engine.experiment import Observer
 
@@ -123,7 +126,7 @@ def test_only_what_is_missing_is_run_again(tmp_path: Path, begun: list[tuple[str
 def without_times(content: dict[str, Any]) -> dict[str, Any]:
     content = json.loads(json.dumps(content))
     for entry in content["methods"].values():
-        for key in ("wall_seconds", "train_seconds", "peak_rss_bytes"):
+        for key in ("wall_seconds", "train_seconds"):
             del entry["metrics"][key]
     return content
 
@@ -160,7 +163,12 @@ def test_an_interrupted_comparison_goes_on(
     assert partial["complete"] is False
     assert partial["methods"]["fedavg"]["missing"] == {"1": None}
     assert partial["methods"]["fedavg"]["metrics"]["final_accuracy"]["n"] == 1
-    assert "Missing: fedprox+mu=1, seed 1; it has not been run yet." in (tmp_path / "c" / "compare.md").read_text()
+    assert partial["methods"]["fedavg"]["begun"] == [1] and partial["methods"]["fedprox+mu=1"]["begun"] == []
+    table = (tmp_path / "c" / "compare.md").read_text()
+    assert "Missing: fedavg, seed 1; begun, not ended." in table
+    assert "Missing: fedprox+mu=1, seed 1; it has not been run yet." in table
+    states = [line["state"] for line in csv.DictReader((tmp_path / "c" / "compare.csv").read_text().splitlines())]
+    assert states == ["done", "unfinished", "done", "missing"]
     unfinished = tmp_path / "c" / "runs" / partial["methods"]["fedavg"]["runs"]["1"]
     assert (unfinished / "config.yaml").exists() and not (unfinished / "DONE").exists()
     begun.clear()
@@ -213,13 +221,65 @@ def test_a_run_folder_that_was_damaged_or_exchanged_is_named_and_left_alone(tmp_
     shutil.copyfile(done.runs["fedprox+mu=1"][2].folder / "summary.json", swapped / "summary.json")
     again = small(tmp_path / "c", seeds=(0, 1, 2))
     assert "summary.json' is damaged" in again.failed["fedavg", 0]
-    assert "holds another run, with the configuration" in again.failed["fedavg", 1]
+    assert "holds another run, that of the key" in again.failed["fedavg", 1]
     assert "is of another run; move" in again.failed["fedavg", 2]
     assert (broken / "summary.json").read_text() == "{"
     assert list(again.runs["fedprox+mu=1"]) == [0, 1, 2] and not again.runs["fedavg"]
     (other / "DONE").unlink()
     (other / "env.json").unlink()
     assert "env.json' is missing or damaged; move" in small(tmp_path / "c", seeds=(1,)).failed["fedavg", 1]
+
+
+def test_a_run_that_another_process_holds_is_taken_last(tmp_path: Path, begun: list[Any]) -> None:
+    from fedloom.engine.folder import RunFolder
+
+    done = small(tmp_path / "c", seeds=(0,))
+    for run in (done.runs[label][0] for label in TWO):
+        (run.folder / "DONE").unlink()
+    held, begun[:] = RunFolder.open(done.runs["fedavg"][0].folder), []
+
+    class EndsMeanwhile(Notes):
+        def started(self, info: Any) -> None:
+            held.close()
+
+    watching = EndsMeanwhile()
+    again = small(tmp_path / "c", seeds=(0, 1), observers=[watching])
+    assert begun == [("fedprox", 0), ("fedavg", 1), ("fedprox", 1), ("fedavg", 0)]
+    assert again.summary["complete"] and not again.failed
+    assert [text for text in watching.told if "fedavg, seed 0" in text] == [
+        "put off, for another process works on it: fedavg, seed 0", "run 4 of 4: fedavg, seed 0",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_run_that_another_process_begins_at_the_same_moment_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    from fedloom import environment
+    from fedloom.engine.folder import RunFolder
+
+    whole = small(tmp_path / "whole", seeds=(0,))
+    source = whole.runs["fedavg"][0].folder
+    target = tmp_path / "c" / "runs" / source.name
+    real, held = environment.environment, []
+
+    def faster(built: Any) -> Any:
+        if not target.exists():
+            shutil.copytree(source, target)
+            if not ends:
+                (target / "DONE").unlink()
+                held.append(RunFolder.open(target))
+        return real(built)
+
+    monkeypatch.setattr(environment, "environment", faster)
+    done = small(tmp_path / "c", seeds=(0,))
+    assert (target / "summary.json").stat().st_mtime_ns == (source / "summary.json").stat().st_mtime_ns
+    if ends:
+        assert done.summary["complete"] and not done.failed
+    else:
+        assert "is in use by another run" in done.failed["fedavg", 0] and 0 in done.runs["fedprox+mu=1"]
+        assert done.summary["methods"]["fedavg"]["begun"] == [0]
+        held[0].close()
 
 
 def test_a_locked_run_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -240,6 +300,11 @@ def test_a_locked_run_does_not_stop_the_others(tmp_path: Path) -> None:
         ({"methods": ("fedavg", "fedprox+mu=-1")}, "method.mu must be at least 0, got -1"),
         ({"methods": ("fedavg", "fedprox@papre")}, "unknown preset of fedprox 'papre'"),
         ({"methods": ("fedprox", "fedavg"), "method": {"mu": 1.0}}, "unknown option of fedavg 'method.mu'"),
+        (
+            {"methods": ("fedprox", "joint"), "method.uniform": True},
+            "for one of them name fedprox.uniform=true instead",
+        ),
+        ({"methods": ("joint", "joint+visits=all"), "method.visit": "all"}, "unknown option of joint 'method.visit'"),
         ({"method": "joint"}, "method.name is set by the entries of the comparison"),
         ({"method.preset": "paper"}, "method.preset is set by the entries"),
         ({"method": 5}, "method must be a mapping of options for every method"),
@@ -265,6 +330,41 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, begu
     with pytest.raises(ConfigError, match=r"file', which cannot be written: .*; name another folder"):
         small(tmp_path / "file")
     assert not begun
+
+
+def test_the_settings_are_what_is_set_over_the_recipe() -> None:
+    from torch import nn
+
+    from fedloom.comparison.settings import settings
+
+    given = {"data": None, "model": "linear", "engine": {"workers": 2, "device": "cpu"}, "training.rounds": 2}
+    given |= {"training": {"optimizer": "adamw", "cohort": 0.5}, "method": {"uniform": True}, "data.root": "/x"}
+    assert settings("quickstart", given) == {
+        "engine.device": "cpu", "method.uniform": True, "model.name": "linear", "training.cohort": 0.5,
+        "training.optimizer.name": "adamw", "training.rounds": 2,
+    }  # fmt: skip
+    below = {"method": {"name": "fedprox"}, "seed": 3, "stream": {"kind": "static"}, "training.rounds": 5}
+    found = settings(below, {"data": (np.ones(2), np.ones(2)), "model": nn.Linear(4, 3), "training": {"rounds": 1}})
+    assert found.pop("model.name").startswith("object:Linear-")
+    assert found == {"stream.kind": "static", "training.rounds": 1}
+    assert settings(None, {}) == {}
+
+
+def test_the_table_says_what_was_set(tmp_path: Path) -> None:
+    done = fedloom.compare(
+        "quickstart", ["joint"], [0], out=tmp_path / "c", model="linear", stream={"tasks": 2}, training={"rounds": 1}
+    )
+    assert done.summary["settings"] == {"model.name": "linear", "stream.tasks": 2, "training.rounds": 1}
+    assert "- Set: model.name=linear, stream.tasks=2, training.rounds=1." in done.markdown
+
+
+def test_pooled_data_leave_traffic_and_clients_out(tmp_path: Path) -> None:
+    done = small(tmp_path / "c", ("fedavg", "joint"), (0,))
+    per = {label: entry["metrics"].keys() for label, entry in done.summary["methods"].items()}
+    assert per["fedavg"] - per["joint"] == {
+        "bytes_up", "bytes_down", "per_client_accuracy_mean", "per_client_accuracy_worst10",
+    }  # fmt: skip
+    assert "- joint pools the data of all clients: a reference, not a federation; it has no traffic." in done.markdown
 
 
 def test_common_options_are_for_every_method_that_does_not_set_them(tmp_path: Path) -> None:
@@ -330,7 +430,7 @@ def test_an_ablation_sets_a_method_against_itself_without_its_parts(tmp_path: Pa
     assert {section["experts"] for section in methods.values()} == {2}
     assert (methods["full"]["gamma"], methods["no-rar"]["gamma"], methods["top1"]["stop"]) == (0.6, 0.0, 1)
     assert len({runs[0].summary["state_sha256"] for runs in done.runs.values()}) == 3
-    assert done.markdown.startswith("**Ablation of fedfmx, run (sklearn/digits;")
+    assert done.markdown.startswith("**Ablation of fedfmx+experts=2, run (sklearn/digits;")
 
 
 def test_options_of_a_switch_go_over_those_of_the_entry(tmp_path: Path) -> None:
@@ -355,13 +455,50 @@ def test_a_method_without_switches_cannot_be_ablated(tmp_path: Path) -> None:
         small_ablation(tmp_path / "a", "fedavg")
 
 
-def test_the_default_folder_of_an_ablation_names_the_method() -> None:
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ("fedfmx", "fedfmx"),
+        ("fedloom.methods.fedfmx:fedfmx", "fedloom.methods.fedfmx-fedfmx"),
+        ("fedfmx@paper+experts=2", "fedfmx@paper+experts=2"),
+        ({"name": "fedfmx", "body": [8, 4]}, "fedfmx+body=-8-4"),
+        ("fedfmx+body=[" + "8," * 90 + "8]", "fedfmx+body=" + "-8" * 44),
+    ],
+)
+def test_the_title_and_the_default_folder_of_an_ablation_name_the_whole_word(entry: Any, name: str) -> None:
+    found = ablation(entry, switches="top1")
+    assert found.folder == Path("runs/run") / f"ablate-{name}"
+    assert found.title == f"Ablation of {entries.label(entry)}"
+
+
+def ablation(entry: Any, **more: Any) -> Any:
+    """Plan one."""
     from fedloom.comparison.planned import plan_ablation
 
-    given = {"switches": "top1", "out": None, "reference": None, "data": None, "model": None, "engine": None}
-    for word in ("fedfmx", "fedloom.methods.fedfmx:fedfmx"):
-        found = plan_ablation(word, SMALL, (0,), **given)
-        assert found.folder == Path("runs/run") / f"ablate-{word.replace(':', '-')}"
+    given = {"switches": None, "out": None, "reference": None, "data": None, "model": None, "engine": None}
+    return plan_ablation(entry, SMALL, (0,), **{**given, **more})
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ({"full": {}}, "declares a switch named 'full', which is what the method with all its parts is called; rename"),
+        ({"no-x": {"uniform": True, "unifrom": True}}, "switch no-x of own:fedx: unknown option 'unifrom'. Did you"),
+        ({"no-x": {"name": "fedavg"}}, "switch no-x of own:fedx: unknown option 'name'"),
+        ({"no-x": {"uniform": 5}}, "switch no-x: method.uniform must be true or false, got 5"),
+        ({"no-x": {"preset": "code"}}, "switch no-x: unknown preset of own:fedx 'code'"),
+    ],
+)
+def test_a_switch_that_cannot_be_run_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, declared: dict[str, Any], words: str
+) -> None:
+    from fedloom.methods.fedavg import fedavg
+
+    own = types.ModuleType("own")
+    own.fedx, own.ABLATIONS = fedavg, {"fine": {"uniform": True}, **declared}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own", own)
+    with pytest.raises(ConfigError, match=words):
+        ablation("own:fedx")
 
 
 def test_a_comparison_is_a_value_that_notebooks_show(tmp_path: Path) -> None:

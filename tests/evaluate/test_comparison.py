@@ -20,6 +20,21 @@ def test_measures_keep_numbers_only() -> None:
     assert found == {"final_accuracy": 0.5, "bytes_up": 7}
 
 
+def test_pooled_data_have_no_traffic_and_no_clients() -> None:
+    known = {"final_accuracy": 0.5, "bytes_up": 7, "bytes_down": 8, "per_client_accuracy_mean": 0.5}
+    known |= {"per_client_accuracy_worst10": 0.1, "sample_visits": 9}
+    assert measures(known) == known == measures({**known, "data_view": "stream"})
+    for view in ("pooled_cumulative", "pooled_cumulative_all"):
+        assert measures({**known, "data_view": view}) == {"final_accuracy": 0.5, "sample_visits": 9}
+    found = compared({"a": {0: known}, "b": {0: {**known, "data_view": "pooled_cumulative"}}, "c": {}}, "a")
+    assert {label: entry["pooled"] for label, entry in found.items()} == {"a": False, "b": True, "c": False}
+    assert "per_client_accuracy_mean" not in found["b"]["tests"]
+
+
+def test_peak_memory_of_the_process_is_not_compared() -> None:
+    assert measures({"final_accuracy": 0.5, "peak_rss_bytes": 10**9}) == {"final_accuracy": 0.5}
+
+
 def test_current_task_accuracy_is_the_mean_of_the_diagonal() -> None:
     assert current_task_accuracy([[0.9, None], [0.1, 0.7]]) == pytest.approx(0.8)
     assert current_task_accuracy([[0.9, 0.4, None], [0.1, 0.7, 0.5]]) == pytest.approx((0.9 + 0.4 + 0.5) / 3)

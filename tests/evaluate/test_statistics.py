@@ -54,10 +54,35 @@ def test_a_method_is_never_better_than_itself(values):
     assert found.p_wilcoxon in (None, 1.0)
 
 
-def test_the_same_difference_for_every_seed():
-    found = compare_paired([0.3, 0.5, 0.7], [0.2, 0.4, 0.6])
-    assert (found.t, found.p_t) == (np.inf, 0.0)
-    assert found.p_wilcoxon == 0.25
+@pytest.mark.parametrize("noise", [0.0, 1e-12])
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_the_same_difference_for_every_seed_has_no_t_test(n, noise):
+    b = np.linspace(0.2, 0.6, n)
+    found = compare_paired(b + 0.1 + noise * np.arange(n), b)
+    assert (found.t, found.p_t) == (None, None) and not found.better()
+    assert found.difference == pytest.approx(0.1)
+    assert found.p_wilcoxon == pytest.approx(2 / 2**n), "all signs alike, whatever the noise"
+
+
+def test_a_small_spread_that_is_no_noise_is_tested():
+    found = compare_paired([0.3, 0.5, 0.7 + 1e-6], [0.2, 0.4, 0.6])
+    assert found.p_t == pytest.approx(stats.ttest_1samp([0.1, 0.1, 0.1 + 1e-6], 0).pvalue, rel=1e-4)
+
+
+def test_what_differs_by_noise_alone_is_equal():
+    found = compare_paired([0.1 + 0.2, 0.5, 0.7], [0.3, 0.5, 0.7 + 1e-15])
+    assert (found.p_t, found.p_wilcoxon) == (1.0, 1.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=9))
+def test_no_values_raise_a_warning(pairs):
+    found = compare_paired(*(np.divide(side, 7) for side in zip(*pairs, strict=True)))
+    assert all(p is None or 0 < p <= 1 for p in (found.p_t, found.p_wilcoxon))
+
+
+def test_ties_are_ties_in_spite_of_noise():
+    a, b = [0.3, 0.5, 0.2, 0.9], [0.2, 0.4, 0.3, 0.5]  # 0.1, 0.1, -0.1 on paper, and 0.4
+    assert compare_paired(a, b).p_wilcoxon == stats.wilcoxon([1, 1, -1, 4]).pvalue
 
 
 def test_single_pair_decides_nothing():

@@ -1,11 +1,14 @@
 import csv
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from fedloom.core.errors import ConfigError
+from fedloom.evaluate.comparison import MEASURES
 from fedloom.report import comparison as report
 from fedloom.report.html import write_report
 
@@ -86,7 +89,56 @@ def test_notes_say_how_to_read_the_numbers():
         "Accuracies in per cent, forgetting in percentage points.",
         "One seed: no interval and no test. Run at least 3.",
     ]
-    assert "2 seeds: intervals and tests say little. Run at least 3." in report.notes(content(seeds=2))
+    assert "2 seeds: intervals say little, and a test nothing. Run at least 3." in report.notes(content(seeds=2))
+    values = {"training.rounds": 2, "training.optimizer.betas": [0.9, 0.99], "stream.kind": "static"}
+    assert report.notes(content(settings=values))[0] == (
+        "Set: training.rounds=2, training.optimizer.betas=[0.9, 0.99], stream.kind=static."
+    )
+    assert report.notes(content(settings={})) == report.notes(content())
+
+
+def test_fewer_than_three_common_seeds_have_no_p():
+    few = entry(KEYS["slow"], 0.5, p=0.0001)
+    few["tests"]["final_accuracy"]["n"] = 2
+    two = content(methods={"a|b": entry(KEYS["a|b"], 0.6), "slow": few})
+    assert not any("p of" in head for head in report.grid(two)[0])
+    assert not any(line.startswith("p:") for line in report.notes(two))
+    assert report.rows(two)[1]["final_accuracy_p"] is None
+    few["tests"]["final_accuracy"]["n"] = 3
+    assert report.grid(two)[2][3] == "< 0.001" and report.rows(two)[1]["final_accuracy_p"] == 0.0001
+
+
+def options(name, **given):
+    return {**entry("a" * 64, 0.5), "method": {"name": name, "preset": given.pop("preset", "paper"), **given}}
+
+
+def differences(methods):
+    return [line for line in report.notes(content(methods=methods)) if " differs: " in line]
+
+
+def test_options_that_differ_between_methods_are_named_unless_labels_do():
+    methods = {
+        "fedavg": options("fedavg", label_scope="seen", uniform=False),
+        "fedavg+label_scope=current": options("fedavg", label_scope="current", uniform=False),
+        "fedewc": options("fedewc", label_scope="current", uniform=False, lam=5.0),
+        "fedlwf": options("fedlwf", label_scope="current", uniform=False),
+        "joint": options("joint"),
+    }
+    assert differences(methods) == ["label_scope differs: seen (fedavg), current (fedewc, fedlwf)."]
+    del methods["fedavg"]
+    assert not differences(methods)
+    assert not differences({"a": options("x", k=1), "b": options("x", k=2)}), "settings of one method"
+    assert not differences({"a": options("x", preset="paper"), "b": options("y", preset="code")})
+    assert not differences({"x + k = 1": options("x", k=1), "y": options("y", k=2)})
+    assert differences({"x+kk=1": options("x", k=[1]), "y": options("y", k=None)}) == [
+        "k differs: [1] (x+kk=1), null (y)."
+    ]
+
+
+def test_pooled_data_are_told():
+    told = "joint pools the data of all clients: a reference, not a federation; it has no traffic."
+    pooled = {"fedavg": entry("a" * 64, 0.5), "joint": {**entry("b" * 64, 0.5), "pooled": True}}
+    assert [line for line in report.notes(content(methods=pooled)) if "pools" in line] == [told]
 
 
 def test_notes_name_unequal_budgets_shared_runs_troubles_and_what_is_missing():
@@ -103,6 +155,8 @@ def test_notes_name_unequal_budgets_shared_runs_troubles_and_what_is_missing():
     assert "Missing: slow, seed 1; it has not been run yet." in told
     assert "Missing: slow, seed 2: no client replied" in told
     assert report.grid(content(methods={"slow": ill}))[1][1] == "1 of 3"
+    told = report.notes(content(methods={"slow": {**ill, "begun": [1, 2]}}))
+    assert "Missing: slow, seed 1; begun, not ended." in told and "Missing: slow, seed 2: no client replied" in told
 
 
 def test_markdown_is_a_table_with_notes():
@@ -148,6 +202,20 @@ def test_csv_has_one_line_per_run_with_raw_numbers():
     assert [line["seed"] for line in lines] == ["0", "1", "2"]
     assert lines[0]["label"] == "slow, very" and lines[0]["hash"] == "b" * 63 + "0"
     assert float(lines[0]["final_accuracy"]) == 0.25 and lines[1]["final_accuracy"] == ""
+    begun = report.csv_text(content(methods={"slow": {**ill, "begun": [1]}}))
+    assert [line["state"] for line in csv.DictReader(io.StringIO(begun))] == ["done", "unfinished", "failed"]
+
+
+def test_the_documentation_names_every_column():
+    page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
+    told = re.findall(r"`(\w+)`", page.partition("## The folder")[2].partition("## From Python")[0])
+    fixed = report.csv_text(content(methods={})).strip().split(",")
+    assert [column for column in (*fixed, *MEASURES) if column not in told] == []
+    every = {key: interval(0.5) for key in MEASURES}
+    full = {**entry("a" * 64, 0.5, p=0.5), "metrics": every}
+    table = page.partition("## The table")[2].partition("`63.3 ± 1.2`")[0]
+    for head in report.grid(content(methods={"a|b": full}))[0][2:]:
+        assert head.partition(",")[0].partition(" against")[0] in table, head
 
 
 def test_the_report_of_a_comparison_shows_its_table_and_its_runs(tmp_path, write_run):

@@ -155,13 +155,13 @@ def _print(found: Comparison, as_json: bool) -> None:
     else:
         say(report.text(found.summary))
     say("")
-    for what, name in (("table", report.MARKDOWN), ("numbers", report.CSV)):
+    for what, name in (("table", report.MARKDOWN), ("numbers", report.CSV), ("means and tests", report.JSON)):
         say(f"{what}: {found.folder / name}")
     say(f"folder: {found.folder}")
 
 
 def _preview(planned: Planned, as_json: bool) -> None:
-    """Every run with its label, seed, configuration hash and state."""
+    """Every run with its label, seed, key and state."""
     found = [
         (label, seed, key, planned.state(key)) for label, keys in planned.keys.items() for seed, key in keys.items()
     ]
@@ -171,7 +171,7 @@ def _preview(planned: Planned, as_json: bool) -> None:
         return
     wide = max(map(len, planned.keys))
     for label, seed, key, state in found:
-        say(f"{label:<{wide}}  seed {seed}  {key[:12]}  {state}")
+        say(f"{label:<{wide}}  seed {seed}  {key[:12]}…  {state}")
     states = [planned.state(key) for key in planned.runs]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     say(f"{len(states)} runs in {planned.folder}: {counts}")

@@ -61,9 +61,11 @@ def _list_names(kind: Kind, name: str | None, as_json: bool) -> None:
 def _list_method(name: str, as_json: bool) -> None:
     """The docstring of a method, its options, its presets and the switches of `fedloom ablate`."""
     from fedloom.config.describe import method_settings
-    from fedloom.methods import ablations, documentation, presets
+    from fedloom.comparison.entries import declared_switches
+    from fedloom.methods import documentation, presets
 
-    settings, known, about, switches = method_settings(name), presets(name), documentation(name), ablations(name)
+    settings, known, about = method_settings(name), presets(name), documentation(name)
+    switches = declared_switches(name)
     if as_json:
         options = [setting._asdict() for setting in settings]
         found = {"method": name, "about": about, "options": options, "presets": dict(known)}

@@ -1,8 +1,9 @@
 """Methods against each other over seeds, each run once: `compare`, and `ablate` for the parts of one method.
 
-Every run is a run folder `<out>/runs/<configuration hash>/`. What is done is opened, what was interrupted goes on,
-what is missing is run; so the same call again computes only what is not there. Next to `runs/` lie `compare.json`
-(its content: `fedloom.report.comparison`), `compare.md` and `compare.csv`, written anew after every finished run.
+Every run is a run folder `<out>/runs/<key>/` (see `fedloom.comparison.planned.run_key`). What is done is opened, what
+was interrupted goes on, what is missing is run; so the same call again computes only what is not there. Next to `runs/`
+lie `compare.json` (its content: `fedloom.report.comparison`), `compare.md` and `compare.csv`, written anew after every
+finished run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.api import Run
-from fedloom.comparison.planned import Planned, plan, plan_ablation
+from fedloom.comparison.planned import UNFINISHED, Planned, plan, plan_ablation
 from fedloom.core.errors import ConfigError, FedloomError, Interrupted, RunError
 from fedloom.evaluate.comparison import budget, compared
 from fedloom.report import comparison as report
@@ -78,9 +79,10 @@ def compare(
     section `method`. seeds: whole numbers. A text of either, as on the command line, will do. out: folder, by default
     `runs/<recipe>/compare`; calling again with the same one runs only what is missing there. reference: label that
     the others are tested against, by default the first. overrides: as in `fedloom.run`; options of `method` among
-    them are for every method that does not set them itself. The rest is as in `fedloom.run`; observers get a note
-    before every run. A run that fails does not stop the others and is found in `Comparison.failed`. Raises
-    `ConfigError` before the first run for what cannot be run, `RunError` when no run ended well.
+    them are for every method that does not set them itself, and must be known to all. The rest is as in `fedloom.run`;
+    observers get a note before every run. A run that fails does not stop the others and is found in
+    `Comparison.failed`. Raises `ConfigError` before the first run for what cannot be run, `RunError` when no run ended
+    well.
     """
     given = {"data": data, "model": model, "engine": engine, **overrides}
     planned = plan(recipe_or_config, methods, seeds, out=out, reference=reference, **given)
@@ -105,7 +107,7 @@ def ablate(
     """Compare a method as it is ("full") with the method without each of its parts.
 
     method: an entry as in `compare`. switches: names of those that the method declares (ABLATIONS of its module), by
-    default all; a switch's options go over those of the entry. out: by default `runs/<recipe>/ablate-<method>`. The
+    default all; a switch's options go over those of the entry. out: by default `runs/<recipe>/ablate-<word>`. The
     rest is as in `compare`.
     """
     given = {"data": data, "model": model, "engine": engine, **overrides}
@@ -135,29 +137,45 @@ def carry_out(planned: Planned, watch: Watch, tell: Tell) -> Comparison:
     """
     _prepare(planned.folder)
     results = Results(planned)
-    total = len(planned.runs)
     if results.done:
-        tell(f"already there: {len(results.done)} of {total} runs")
+        tell(f"already there: {len(results.done)} of {len(planned.runs)} runs")
     results.write()
     left = [key for key in planned.runs if key not in results.done and key not in results.failed]
     try:
-        for number, key in enumerate(left, total - len(left) + 1):
-            label, seed = planned.runs[key]
-            place = f"run {number} of {total}: {label}, seed {seed}"
-            tell(place)
-            try:
-                results.done[key] = watch(partial(planned.carry, key))
-            except Interrupted:
-                raise
-            except FedloomError as error:
-                results.failed[key] = error
-                tell(f"{place} failed: {error}")
-            results.write()
+        for key in [*left, *left]:  # the second time those that another process held
+            if key not in results.done and key not in results.failed:
+                _make(results, key, watch, tell, last=key in results.held)
     except (Interrupted, KeyboardInterrupt) as error:
+        results.write()
         raise Interrupted(
-            f"interrupted in {place}; what is done stays in '{planned.folder}', and the same command goes on there"
+            f"interrupted in {results.place(key)}; what is done stays in '{planned.folder}', and the same command goes "
+            "on there"
         ) from error
     return results.comparison()
+
+
+def _make(results: Results, key: str, watch: Watch, tell: Tell, last: bool) -> None:
+    """Make one run. last: one that another process holds is told as such instead of being put off."""
+    planned, place = results.planned, results.place(key)
+    held = planned.held(key)
+    try:
+        if held:
+            raise ConfigError(
+                f"'{planned.path(key)}' is in use by another run; when that has ended, call the same comparison again"
+            )
+        tell(place)
+        results.done[key] = watch(partial(planned.carry, key))
+    except Interrupted:
+        raise
+    except FedloomError as error:
+        faster = planned.held(key) or planned.state(key) == "done"  # by as much as it took to begin here
+        if not last and (held or faster):
+            results.held.add(key)
+            tell(f"put off, for another process works on it: {place.partition(': ')[2]}")
+            return
+        results.failed[key] = error
+        tell(f"{place} failed: {error}")
+    results.write()
 
 
 def _prepare(folder: Path) -> None:
@@ -175,19 +193,26 @@ def _prepare(folder: Path) -> None:
 class Results:
     """The runs that are there so far, and the files about them.
 
-    done: configuration hash -> run. failed: configuration hash -> why there is none.
+    done: key -> run. failed: key -> why there is none. held: keys of runs that another process was at work on.
     """
 
     def __init__(self, planned: Planned):
         self.planned = planned
         self.done: dict[str, Run] = {}
         self.failed: dict[str, FedloomError] = {}
+        self.held: set[str] = set()
         for key in planned.runs:
             if planned.state(key) == "done":
                 try:
                     self.done[key] = planned.open(key)
                 except FedloomError as error:
                     self.failed[key] = error
+
+    def place(self, key: str) -> str:
+        """The next run in words."""
+        label, seed = self.planned.runs[key]
+        number = len(self.done) + len(self.failed) + 1
+        return f"run {number} of {len(self.planned.runs)}: {label}, seed {seed}"
 
     @property
     def runs(self) -> dict[str, dict[int, Run]]:
@@ -204,6 +229,7 @@ class Results:
         return {
             "title": planned.title,
             "recipe": planned.recipe,
+            "settings": dict(planned.settings),
             "dataset": first.get("dataset"),
             "scenario": first.get("scenario"),
             "reference": planned.reference,
@@ -217,8 +243,9 @@ class Results:
         keys = self.planned.keys[label]
         reasons = {key: str(error) for key, error in self.failed.items()}
         missing = {str(seed): reasons.get(key) for seed, key in keys.items() if key not in self.done}
+        begun = [seed for seed, key in keys.items() if key not in self.done and self.planned.state(key) in UNFINISHED]
         runs = {str(seed): key for seed, key in keys.items()}
-        return {"method": dict(self.planned.methods[label]), "runs": runs, "missing": missing}
+        return {"method": dict(self.planned.methods[label]), "runs": runs, "missing": missing, "begun": begun}
 
     def write(self) -> None:
         """Write compare.json, compare.md and compare.csv, each whole or not at all."""

@@ -14,6 +14,7 @@ from fedloom.config.words import shorten, shown
 from fedloom.core.errors import ConfigError, unknown
 
 Section = dict[str, Any]
+FULL = "full"  # label of a method with all its parts
 OPTION = re.compile(r"\s*([A-Za-z_]\w*)\s*=(.*)", re.DOTALL)
 
 
@@ -29,7 +30,7 @@ def sections(methods: Any) -> dict[str, Section]:
     if isinstance(methods, Mapping):
         pairs = [(_clean(label), section(entry)) for label, entry in methods.items()]
     elif isinstance(methods, Iterable):
-        pairs = [(_label(entry), section(entry)) for entry in methods]
+        pairs = [(label(entry), section(entry)) for entry in methods]
     else:
         raise ConfigError(f"methods must be a list such as ['fedavg', 'fedprox+mu=0.1'], got {shown(methods)}")
     if not pairs:
@@ -108,9 +109,7 @@ def switches(method: str, wanted: Any = None) -> dict[str, Section]:
 
     wanted: names, or a text of them between commas.
     """
-    from fedloom.methods import ablations
-
-    known = ablations(method)
+    known = declared_switches(method)
     if not known:
         raise ConfigError(
             f"method '{method}' declares no switches (ABLATIONS of its module); compare settings of it with "
@@ -128,19 +127,39 @@ def switches(method: str, wanted: Any = None) -> dict[str, Section]:
     return {name: dict(known[name]) for name in names}
 
 
-def _label(entry: Any) -> str:
+def declared_switches(method: str) -> Mapping[str, Mapping[str, Any]]:
+    """Every switch of a method. Raises `ConfigError` for one named `full` or with an option that the method lacks."""
+    from fedloom.config.options import schema
+    from fedloom.methods import ablations
+
+    known = ablations(method)
+    options = ["preset", *schema(method).model_fields]
+    for name, given in known.items():
+        if name == FULL:
+            raise ConfigError(
+                f"method '{method}' declares a switch named '{FULL}', which is what the method with all its parts is "
+                "called; rename it in ABLATIONS of its module"
+            )
+        if (strange := next((key for key in given if key not in options), None)) is not None:
+            raise ConfigError(f"switch {name} of {method}: {unknown('option', str(strange), options)}")
+    return known
+
+
+def label(entry: Any) -> str:
+    """The word of an entry."""
     if not isinstance(entry, Mapping):
         return _clean(entry)
     options = {key: value for key, value in entry.items() if key not in ("name", "preset")}
     preset = f"@{entry['preset']}" if "preset" in entry else ""
-    return f"{entry.get('name')}{preset}" + "".join(f"+{key}={_text(value)}" for key, value in options.items())
+    return f"{entry.get('name')}{preset}" + "".join(f"+{key}={text(value)}" for key, value in options.items())
 
 
 def _clean(label: Any) -> str:
     return " ".join(str(label).split())
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value as it is written in a word."""
     return value if isinstance(value, str) else json.dumps(value, default=plain)
 
 

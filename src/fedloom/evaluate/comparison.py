@@ -35,16 +35,26 @@ COSTS = (
     "flops_per_example",
     "wall_seconds",
     "train_seconds",
-    "peak_rss_bytes",
 )
 TROUBLES = ("failed_clients", "rejected_updates", "degraded_rounds")
 MEASURES = (*RESULTS, *COSTS, *TROUBLES)
+OF_FEDERATIONS = ("bytes_up", "bytes_down", "per_client_accuracy_mean", "per_client_accuracy_worst10")
 
 
 def measures(summary: Summary) -> dict[str, float]:
-    """The numbers of a run's summary that are compared; what it lacks is left out."""
+    """The numbers of a run's summary that are compared; what it lacks is left out.
+
+    Of a run whose one client pools the data of all, traffic and accuracies per client mean nothing and are left out
+    too. Peak memory is not compared: it is that of the process, which earlier runs have raised.
+    """
     known = {**summary, "current_task_accuracy": current_task_accuracy(summary.get("accuracy_matrix"))}
-    return {key: known[key] for key in MEASURES if _is_number(known.get(key))}
+    keys = [key for key in MEASURES if not (pooled(summary) and key in OF_FEDERATIONS)]
+    return {key: known[key] for key in keys if _is_number(known.get(key))}
+
+
+def pooled(summary: Summary) -> bool:
+    """Whether the run's method sees the data of all clients as those of one."""
+    return summary.get("data_view") not in (None, "stream")
 
 
 def current_task_accuracy(matrix: Any) -> float | None:
@@ -61,7 +71,8 @@ def current_task_accuracy(matrix: Any) -> float | None:
 
 
 def compared(summaries: Mapping[str, Mapping[int, Summary]], reference: str) -> dict[str, dict[str, Any]]:
-    """Per label `metrics` {key: {mean, std, low, high, n, values}} and `tests` {key: {difference, p_t, p_wilcoxon, n}}.
+    """Per label `metrics` {key: {mean, std, low, high, n, values}}, `tests` {key: {difference, p_t, p_wilcoxon, n}} and
+    `pooled`, whether its data are pooled.
 
     summaries: label -> seed -> summary; seeds may be missing. Intervals are of 95 %, Student-t over seeds. Tests are
     two-sided, paired over the seeds that a label and the reference share, difference = label - reference; the
@@ -73,6 +84,7 @@ def compared(summaries: Mapping[str, Mapping[int, Summary]], reference: str) -> 
         label: {
             "metrics": {key: _interval(found) for key, found in mine.items()},
             "tests": {} if label == reference else _tests(mine, against),
+            "pooled": any(map(pooled, summaries[label].values())),
         }
         for label, mine in values.items()
     }

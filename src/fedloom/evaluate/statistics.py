@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+ROUNDING = 1e-9  # of the largest value: differences below it are noise of the arithmetic
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 class Comparison:
     """A paired comparison: a against b on the same seeds; difference = mean(a - b).
 
-    t, p_t: paired t-test. w, p_wilcoxon: Wilcoxon signed-rank test. Two-sided; None for a single pair.
+    t, p_t: paired t-test. w, p_wilcoxon: Wilcoxon signed-rank test. Two-sided; None where there is no test.
     With n pairs the signed-rank p is never below 2 / 2^n, so it decides nothing for n < 6 at 5 %.
     """
 
@@ -67,8 +70,9 @@ class Comparison:
 def compare_paired(a: Sequence[float], b: Sequence[float]) -> Comparison:
     """Compare two methods seed by seed; a[i] and b[i] belong to the same seed.
 
-    Equal values give p = 1; a difference that is the same for every seed has no spread, so t is infinite and
-    p = 0. Raises `ValueError` for unequal lengths, no pairs, or values that are not finite.
+    A single pair has no test. Equal values give p = 1; a difference that is the same for every seed has no spread, so
+    it has no t-test. What differs by less than `ROUNDING` of the largest value is equal. Raises `ValueError` for
+    unequal lengths, no pairs, or values that are not finite.
     """
     x, y = _finite(a), _finite(b)
     if len(x) != len(y):
@@ -77,29 +81,32 @@ def compare_paired(a: Sequence[float], b: Sequence[float]) -> Comparison:
     mean = float(delta.mean())
     if n == 1:
         return Comparison(mean, 1)
+    # Subtraction leaves rounding noise in differences that are equal on paper; it must not pass for spread or rank.
+    steps = delta / (max(np.abs(x).max(), np.abs(y).max()) or 1.0) / ROUNDING
+    if np.abs(steps).max() <= 1:
+        return Comparison(mean, n, 0.0, 1.0, 0.0, 1.0)
+    w, p_w = _signed_rank(np.round(steps))
+    if np.ptp(steps) <= 1:
+        return Comparison(mean, n, w=w, p_wilcoxon=p_w)
     t, p_t = _t_test(delta)
-    w, p_w = _signed_rank(delta)
     return Comparison(mean, n, t, p_t, w, p_w)
 
 
 def _t_test(delta: np.ndarray) -> tuple[float, float]:
-    mean, spread = float(delta.mean()), float(np.ptp(delta))
-    # Subtraction leaves rounding noise in differences that are equal on paper; it must not pass for spread.
-    if spread <= 1e-12 * max(1.0, float(np.abs(delta).max())):
-        equal = abs(mean) <= 1e-12
-        return (0.0, 1.0) if equal else (math.copysign(math.inf, mean), 0.0)
-    from scipy.stats import ttest_1samp
+    """t = mean sqrt(n) / s and its two-sided p with n - 1 degrees of freedom."""
+    from scipy.stats import t as student
 
-    result = ttest_1samp(delta, 0.0)
-    return float(result.statistic), float(result.pvalue)
+    n = len(delta)
+    t = float(delta.mean() / delta.std(ddof=1) * math.sqrt(n))
+    return t, float(2 * student.sf(abs(t), n - 1))
 
 
 def _signed_rank(delta: np.ndarray) -> tuple[float, float]:
-    if not delta.any():
-        return 0.0, 1.0
     from scipy.stats import wilcoxon
 
-    result = wilcoxon(delta)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few pairs, ties and zeros, depending on scipy's version
+        result = wilcoxon(delta)
     return float(result.statistic), float(result.pvalue)
 
 

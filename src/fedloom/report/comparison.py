@@ -4,12 +4,15 @@ compare.json (fractions in [0, 1], bytes, seconds; a seed is a key as text; what
 
 title, recipe, dataset, scenario
     what was compared, in words; dataset and scenario as in the runs' summaries
+settings
+    dotted key -> value of what was set over the recipe, without what cannot change a result
 reference, seeds, complete
     label that the others are tested against; seeds asked for; whether every run is there
 methods
-    label -> `method` (the resolved section), `runs` {seed: configuration hash, the name of the folder in runs/},
-    `missing` {seed: why the run is not there, null for not yet}, `metrics` {key: {mean, std, low, high, n, values
-    {seed: value}}}, `tests` {key: {difference, p_t, p_wilcoxon, n}}; see `fedloom.evaluate.comparison`
+    label -> `method` (the resolved section), `runs` {seed: key, the name of the folder in runs/}, `missing` {seed: why
+    the run is not there, null for not yet}, `begun` [seeds whose run was begun and has not ended], `pooled` (whether
+    the method pools the data of all clients), `metrics` {key: {mean, std, low, high, n, values {seed: value}}}, `tests`
+    {key: {difference, p_t, p_wilcoxon, n}}; see `fedloom.evaluate.comparison`
 budget
     `equal`, `visits` {label: {seed: sample visits}}, `share` {label: fraction of the reference's}
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -94,8 +98,15 @@ def _seeds(entry: Content) -> str:
     return str(done) if done == asked else f"{done} of {asked}"
 
 
+def _p(entry: Content, key: str) -> float | None:
+    """p of the paired t-test; None for fewer seeds than say anything."""
+    found = entry["tests"].get(key)
+    p: float | None = found["p_t"] if found and found["n"] >= FEW else None
+    return p
+
+
 def _p_value(entry: Content) -> str | None:
-    p = entry["tests"].get("final_accuracy", {}).get("p_t")
+    p = _p(entry, "final_accuracy")
     return None if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
@@ -133,9 +144,11 @@ def grid(content: Content) -> list[list[str]]:
 def notes(content: Content) -> list[str]:
     """What has to be known to read the table, one sentence or two per line."""
     many, reference = len(content["seeds"]), content["reference"]
-    lines = ["Accuracies in per cent, forgetting in percentage points."]
+    set_ = ", ".join(f"{key}={_text(value)}" for key, value in content.get("settings", {}).items())
+    lines = [f"Set: {set_}."] if set_ else []
+    lines.append("Accuracies in per cent, forgetting in percentage points.")
     if many > 1:
-        lines[0] += " Mean ± half of the 95 % Student-t interval over seeds; costs are means."
+        lines[-1] += " Mean ± half of the 95 % Student-t interval over seeds; costs are means."
     if any(_p_value(entry) for entry in content["methods"].values()):
         lines.append(
             f"p: two-sided paired t-test of final accuracy against {reference} over the seeds of both, not corrected "
@@ -144,8 +157,9 @@ def notes(content: Content) -> list[str]:
     if many == 1:
         lines.append(f"One seed: no interval and no test. Run at least {FEW}.")
     elif many < FEW:
-        lines.append(f"{many} seeds: intervals and tests say little. Run at least {FEW}.")
-    return [*lines, *_budget(content), *_shared(content), *_troubles(content), *_missing(content)]
+        lines.append(f"{many} seeds: intervals say little, and a test nothing. Run at least {FEW}.")
+    parts = (_budget, _differing, _pooled, _shared, _troubles, _missing)
+    return [*lines, *(line for part in parts for line in part(content))]
 
 
 def _budget(content: Content) -> list[str]:
@@ -156,6 +170,34 @@ def _budget(content: Content) -> list[str]:
         return ["Sample visits are equal for all."]
     other = [f"{label} makes {value:.4g} times as many" for label, value in share.items() if value not in (None, 1.0)]
     return [f"Sample visits differ from those of {content['reference']}: {', '.join(other) or 'see compare.csv'}."]
+
+
+def _differing(content: Content) -> list[str]:
+    """Options that methods have in common and that differ between them, where their labels do not say so."""
+    found: dict[str, dict[str, list[tuple[str, str]]]] = {}
+    for label, entry in content["methods"].items():
+        for option, value in entry["method"].items():
+            if option not in ("name", "preset") and not re.search(rf"\+\s*{option}\s*=", label):
+                found.setdefault(option, {}).setdefault(_text(value), []).append((label, entry["method"]["name"]))
+    lines = []
+    for option, values in found.items():
+        methods = [{name for _, name in labels} for labels in values.values()]
+        if len(values) > 1 and len(set.union(*methods)) > 1:
+            told = (f"{value} ({', '.join(label for label, _ in labels)})" for value, labels in values.items())
+            lines.append(f"{option} differs: {', '.join(told)}.")
+    return lines
+
+
+def _pooled(content: Content) -> list[str]:
+    return [
+        f"{label} pools the data of all clients: a reference, not a federation; it has no traffic."
+        for label, entry in content["methods"].items()
+        if entry.get("pooled")
+    ]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _shared(content: Content) -> list[str]:
@@ -182,7 +224,14 @@ def _missing(content: Content) -> list[str]:
     lines = []
     for label, entry in content["methods"].items():
         for seed, reason in entry["missing"].items():
-            why = f": {' '.join(reason.split())}" if reason else "; it has not been run yet."
+            begun = int(seed) in entry.get("begun", ())
+            why = (
+                f": {' '.join(reason.split())}"
+                if reason
+                else "; begun, not ended."
+                if begun
+                else "; it has not been run yet."
+            )
             lines.append(f"Missing: {label}, seed {seed}{why}")
     return lines
 
@@ -250,7 +299,7 @@ def _table(cells: Sequence[Sequence[str]]) -> Table:
 
 def rows(content: Content) -> list[dict[str, Any]]:
     """The table as numbers: per method its label, the seeds that are there, and per measure `<key>` (mean),
-    `<key>_low` and `<key>_high` (95 % interval), `<key>_p` (paired t-test against the reference).
+    `<key>_low` and `<key>_high` (95 % interval), `<key>_p` (paired t-test against the reference, None as in the table).
     """
     found = []
     for label, entry in content["methods"].items():
@@ -258,7 +307,7 @@ def rows(content: Content) -> list[dict[str, Any]]:
         for key, measured in entry["metrics"].items():
             row |= {key: measured["mean"], f"{key}_low": measured["low"], f"{key}_high": measured["high"]}
             if key in entry["tests"]:
-                row[f"{key}_p"] = entry["tests"][key]["p_t"]
+                row[f"{key}_p"] = _p(entry, key)
         found.append(row)
     return found
 
@@ -272,11 +321,17 @@ def csv_text(content: Content) -> str:
     writer.writerow(["label", "method", "preset", "seed", "state", "hash", *keys])
     for label, entry in content["methods"].items():
         for seed, key in entry["runs"].items():
-            state = ("failed" if entry["missing"][seed] else "missing") if seed in entry["missing"] else "done"
+            state = _state(entry, seed)
             named = [label, entry["method"]["name"], entry["method"]["preset"], seed, state, key]
             values = (entry["metrics"].get(k, {}).get("values", {}).get(seed) for k in keys)
             writer.writerow([*named, *("" if v is None else repr(v) for v in values)])
     return out.getvalue()
+
+
+def _state(entry: Content, seed: str) -> str:
+    if seed not in entry["missing"]:
+        return "done"
+    return "failed" if entry["missing"][seed] else "unfinished" if int(seed) in entry.get("begun", ()) else "missing"
 
 
 def is_comparison(folder: Path) -> bool:
