@@ -60,8 +60,8 @@ def _list_names(kind: Kind, name: str | None, as_json: bool) -> None:
 
 def _list_method(name: str, as_json: bool) -> None:
     """The docstring of a method, its options, its presets and the switches of `fedloom ablate`."""
-    from fedloom.config.describe import method_settings
     from fedloom.comparison.entries import declared_switches
+    from fedloom.config.describe import method_settings
     from fedloom.methods import documentation, presets
 
     settings, known, about = method_settings(name), presets(name), documentation(name)
