@@ -18,6 +18,8 @@ balance; gamma of its distillation; tau_r temperature of the teacher, `temperatu
 Switches, the paper's ladder (table 3) as far as its text says what is left: no-fres (experts are valued by their loss
 alone), no-aes (all are active, with equal weights), no-rar (the gate learns no routing; all are mixed), bare (none of
 the three); top1 and top2 put a fixed number in the place of the adaptive stop.
+Preset `tuned`: what helped against `paper` when tried (docs/findings.md): experts are heads on the shared features, all
+of them learn from every sample, and old rows of the heads get no gradient. Little of the method is left in it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from fedloom.select.fisher import SCALES, SQUASHES, FisherMap
 from fedloom.select.routing import FALLBACKS, MIXES, MOST_EXPERTS, WEIGHINGS, FisherShapley, empty_rule, stop_rule
 from fedloom.select.utility import UTILITIES
 
-PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
+TUNED: dict[str, Any] = {"body": "identity", "label_scope": "current", "stop": "all", "weights": "uniform"}
+PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "tuned": TUNED}
 WITHOUT_AES: dict[str, Any] = {"stop": "all", "weights": "uniform"}
 WITHOUT_RAR: dict[str, Any] = {"gamma": 0.0, "inference_experts": "all"}
 ABLATIONS: dict[str, dict[str, Any]] = {
