@@ -2,7 +2,7 @@
 
 Source: Yuan, Lin, Chen, Xu, Liu, Ngai, "FedFMX" (ECCV 2026, arXiv 2606.28835v1). Per sample: FRES (eqs. 2-4) ->
 expert game (eq. 5) -> Shapley values, exact in closed form -> active experts and weights -> loss (eqs. 8-10). FRES:
-scores from Fisher information; AES: adaptive expert selection; RAR: regularisation by which the gate learns the routing.
+scores from Fisher information; AES: adaptive expert selection; RAR: regularisation, by which the gate learns routing.
 
 Left open by the paper; default first. Options: `fisher_scale` (z-score across experts) and `fisher_squash`;
 `empty_value` v(empty) ("chance" is -ln classes in scope); `stop` (the literal inequality with the trigger kept; a
