@@ -30,15 +30,20 @@ from fedloom.terminal import OutputLost, say
 
 if TYPE_CHECKING:
     from fedloom.comparison import Comparison
-    from fedloom.comparison.planned import Planned
+    from fedloom.comparison.planned import Planned, Tell
+
+SEEDS = "0,1,2"
 
 Methods = Annotated[
-    str,
+    list[str] | None,
     typer.Option(
         "--methods", "--method", "-m", metavar="A,B", help="Words name, name@preset or name@preset+option=value, ..."
     ),
 ]
-Seeds = Annotated[str, typer.Option("--seeds", "--seed", metavar="N,N", help="Seeds of every method.")]
+Seeds = Annotated[
+    list[str] | None,
+    typer.Option("--seeds", "--seed", metavar="N,N", help="Seeds of every method.", show_default=SEEDS),
+]
 Reference = Annotated[
     str | None, typer.Option("--reference", metavar="LABEL", help="Test the others against it; the first by default.")
 ]
@@ -51,8 +56,8 @@ Out = Annotated[
 @guarded
 def compare(
     recipe: Recipe = "quickstart",
-    methods: Methods = "",
-    seeds: Seeds = "0,1,2",
+    methods: Methods = None,
+    seeds: Seeds = None,
     reference: Reference = None,
     sets: Set = None,
     out: Out = None,
@@ -73,8 +78,10 @@ def compare(
     from fedloom.comparison.planned import plan
 
     layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
-    planned = plan(recipe, methods, seeds, out=out, reference=reference, **_parts(layer))
-    _carry_out(planned, dry_run, as_json, quiet, verbose)
+    tell = _teller(quiet or as_json)
+    words, numbers = _joined(methods) or "", _joined(seeds) or SEEDS
+    planned = plan(recipe, words, numbers, out=out, reference=reference, tell=tell, **_parts(layer))
+    _carry_out(planned, tell, dry_run, as_json, quiet, verbose)
 
 
 @guarded
@@ -84,9 +91,9 @@ def ablate(
     ],
     recipe: Recipe = "quickstart",
     switches: Annotated[
-        str | None, typer.Option("--switches", metavar="A,B", help="Some of them; `fedloom list methods METHOD`.")
+        list[str] | None, typer.Option("--switches", metavar="A,B", help="Some of them; `fedloom list methods METHOD`.")
     ] = None,
-    seeds: Seeds = "0,1,2",
+    seeds: Seeds = None,
     reference: Reference = None,
     sets: Set = None,
     out: Out = None,
@@ -107,27 +114,36 @@ def ablate(
     from fedloom.comparison.planned import plan_ablation
 
     layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
-    planned = plan_ablation(method, recipe, seeds, switches=switches, out=out, reference=reference, **_parts(layer))
-    _carry_out(planned, dry_run, as_json, quiet, verbose)
+    tell = _teller(quiet or as_json)
+    given = {"switches": _joined(switches), "out": out, "reference": reference, "tell": tell, **_parts(layer)}
+    planned = plan_ablation(method, recipe, _joined(seeds) or SEEDS, **given)
+    _carry_out(planned, tell, dry_run, as_json, quiet, verbose)
 
 
 def _parts(layer: dict[str, Any]) -> dict[str, Any]:
     return {"data": None, "model": None, "engine": None, **layer}
 
 
-def _carry_out(planned: Planned, dry_run: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
+def _joined(texts: list[str] | None) -> str | None:
+    """One list from an option that may be given several times."""
+    return ",".join(texts) if texts else None
+
+
+def _teller(silent: bool) -> Tell:
+    def tell(text: str) -> None:
+        if not silent:
+            say(text, err=True)
+
+    return tell
+
+
+def _carry_out(planned: Planned, tell: Tell, dry_run: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
     from fedloom.comparison import carry_out
 
     if dry_run:
         _preview(planned, as_json)
         return
-    silent = quiet or as_json
-
-    def tell(text: str) -> None:
-        if not silent:
-            say(text, err=True)
-
-    found = carry_out(planned, partial(watched, quiet=silent, verbose=verbose), tell)
+    found = carry_out(planned, partial(watched, quiet=quiet or as_json, verbose=verbose), tell)
     try:
         _print(found, as_json)
     except OutputLost as error:

@@ -1,6 +1,6 @@
 """Methods against each other over seeds, each run once: `compare`, and `ablate` for the parts of one method.
 
-Every run is a run folder `<out>/runs/<key>/` (see `fedloom.comparison.planned.run_key`). What is done is opened, what
+Every run is a run folder `<out>/runs/<key>/` (see `fedloom.comparison.folders.run_key`). What is done is opened, what
 was interrupted goes on, what is missing is run; so the same call again computes only what is not there. Next to `runs/`
 lie `compare.json` (its content: `fedloom.report.comparison`), `compare.md` and `compare.csv`, written anew after every
 finished run.
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.api import Run
-from fedloom.comparison.planned import UNFINISHED, Planned, plan, plan_ablation
-from fedloom.core.errors import ConfigError, FedloomError, Interrupted, RunError
+from fedloom.comparison.folders import mend
+from fedloom.comparison.planned import UNFINISHED, Planned, Tell, plan, plan_ablation
+from fedloom.core.errors import ConfigError, FedloomError, Interrupted, RunError, origin
 from fedloom.evaluate.comparison import budget, compared
 from fedloom.report import comparison as report
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 Work = Callable[[Sequence["Observer"]], Run]
 Watch = Callable[[Work], Run]
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,9 @@ def compare(
     well.
     """
     given = {"data": data, "model": model, "engine": engine, **overrides}
-    planned = plan(recipe_or_config, methods, seeds, out=out, reference=reference, **given)
-    return _carried_out(planned, observers, verbose)
+    watch, tell = _audience(observers, verbose)
+    planned = plan(recipe_or_config, methods, seeds, out=out, reference=reference, tell=tell, **given)
+    return carry_out(planned, watch, tell)
 
 
 def ablate(
@@ -111,23 +112,34 @@ def ablate(
     rest is as in `compare`.
     """
     given = {"data": data, "model": model, "engine": engine, **overrides}
-    planned = plan_ablation(method, recipe_or_config, seeds, switches=switches, out=out, reference=reference, **given)
-    return _carried_out(planned, observers, verbose)
+    watch, tell = _audience(observers, verbose)
+    planned = plan_ablation(
+        method, recipe_or_config, seeds, switches=switches, out=out, reference=reference, tell=tell, **given
+    )
+    return carry_out(planned, watch, tell)
 
 
-def _carried_out(planned: Planned, observers: Sequence[Observer], verbose: bool | None) -> Comparison:
+def _audience(observers: Sequence[Observer], verbose: bool | None) -> tuple[Watch, Tell]:
+    """`watch` and `tell` of `carry_out`; an observer whose `note` raises is told no more, as inside a run."""
     from fedloom.progress import Lines, quiet_by_default
     from fedloom.terminal import say
 
     loud = verbose or (verbose is None and not quiet_by_default())
+    watching = list(observers)
 
     def tell(text: str) -> None:
         if loud:
             say(text, err=True)
-        for observer in observers:
-            observer.note(text)
+        for observer in tuple(watching):
+            try:
+                observer.note(text)
+            except Interrupted:
+                raise
+            except Exception as error:
+                watching.remove(observer)
+                say(f"an observer failed and is told no more: {type(error).__name__}: {error}", err=True)
 
-    return carry_out(planned, lambda work: work([*observers, Lines()] if loud else observers), tell)
+    return lambda work: work([*watching, Lines()] if loud else watching), tell
 
 
 def carry_out(planned: Planned, watch: Watch, tell: Tell) -> Comparison:
@@ -145,6 +157,8 @@ def carry_out(planned: Planned, watch: Watch, tell: Tell) -> Comparison:
         for key in [*left, *left]:  # the second time those that another process held
             if key not in results.done and key not in results.failed:
                 _make(results, key, watch, tell, last=key in results.held)
+        if results.failed:
+            results.write()  # another process may have ended one since
     except (Interrupted, KeyboardInterrupt) as error:
         results.write()
         raise Interrupted(
@@ -157,25 +171,46 @@ def carry_out(planned: Planned, watch: Watch, tell: Tell) -> Comparison:
 def _make(results: Results, key: str, watch: Watch, tell: Tell, last: bool) -> None:
     """Make one run. last: one that another process holds is told as such instead of being put off."""
     planned, place = results.planned, results.place(key)
-    held = planned.held(key)
-    try:
-        if held:
-            raise ConfigError(
-                f"'{planned.path(key)}' is in use by another run; when that has ended, call the same comparison again"
-            )
+    held, error = planned.held(key), None
+    if not held:
         tell(place)
-        results.done[key] = watch(partial(planned.carry, key))
-    except Interrupted:
-        raise
-    except FedloomError as error:
-        faster = planned.held(key) or planned.state(key) == "done"  # by as much as it took to begin here
-        if not last and (held or faster):
+        try:
+            results.done[key] = watch(partial(planned.carry, key))
+        except (Exception, SystemExit) as raised:  # a damaged folder, code of the user
+            if isinstance(raised, Interrupted):
+                raise
+            if _is_stop(raised):
+                raise KeyboardInterrupt from raised
+            error = _in_words(raised, planned.path(key))
+            held = planned.held(key) or isinstance(raised.__cause__, BlockingIOError)  # begun there at this moment
+    if key not in results.done and planned.state(key) != "done":
+        if held and not last:
             results.held.add(key)
             tell(f"put off, for another process works on it: {place.partition(': ')[2]}")
             return
+        if held or error is None:
+            error = ConfigError(
+                f"'{planned.path(key)}' is in use by another run; when that has ended, call the same comparison again"
+            )
         results.failed[key] = error
         tell(f"{place} failed: {error}")
     results.write()
+
+
+def _is_stop(error: BaseException | None) -> bool:
+    """Whether Ctrl-C came in the middle of something that failed with an error of its own, such as an import."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _in_words(error: BaseException, path: Path) -> FedloomError:
+    """An error of one run; one that nobody foresaw leaves the other runs alone too."""
+    if isinstance(error, FedloomError):
+        return error
+    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError | PermissionError):
+        return RunError(f"'{error.filename or path}' cannot be used ({error.strerror}); {mend(path)}")
+    return RunError(f"the run failed with {type(error).__name__}: {error} ({origin(error)})")
 
 
 def _prepare(folder: Path) -> None:
@@ -201,10 +236,15 @@ class Results:
         self.done: dict[str, Run] = {}
         self.failed: dict[str, FedloomError] = {}
         self.held: set[str] = set()
-        for key in planned.runs:
-            if planned.state(key) == "done":
+        self.look()
+
+    def look(self) -> None:
+        """Open every run that is done, whichever process made it."""
+        for key in self.planned.runs:
+            if key not in self.done and self.planned.state(key) == "done":
                 try:
-                    self.done[key] = planned.open(key)
+                    self.done[key] = self.planned.open(key)
+                    self.failed.pop(key, None)
                 except FedloomError as error:
                     self.failed[key] = error
 
@@ -248,9 +288,10 @@ class Results:
         return {"method": dict(self.planned.methods[label]), "runs": runs, "missing": missing, "begun": begun}
 
     def write(self) -> None:
-        """Write compare.json, compare.md and compare.csv, each whole or not at all."""
+        """Write compare.json, compare.md and compare.csv, each whole or not at all; with what others have done."""
         from fedloom.engine.files import write_bytes, write_json
 
+        self.look()
         folder, content = self.planned.folder, self.content()
         write_json(folder / report.JSON, content)
         write_bytes(folder / report.MARKDOWN, report.markdown(content).encode())

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedloom.config.layers import parse
+from fedloom.config.layers import check_values, parse
 from fedloom.config.options import plain
 from fedloom.config.words import shorten, shown
 from fedloom.core.errors import ConfigError, unknown
@@ -28,19 +28,24 @@ def sections(methods: Any) -> dict[str, Section]:
     if isinstance(methods, str):
         methods = split(methods, ",") if methods.strip() else []
     if isinstance(methods, Mapping):
-        pairs = [(_clean(label), section(entry)) for label, entry in methods.items()]
+        check_values({"methods": dict.fromkeys(methods)})
+        pairs = [(_clean(name), section(entry)) for name, entry in methods.items()]
     elif isinstance(methods, Iterable):
-        pairs = [(label(entry), section(entry)) for entry in methods]
+        checked = [(entry, section(entry)) for entry in methods]
+        pairs = [(label(entry), found) for entry, found in checked]
     else:
         raise ConfigError(f"methods must be a list such as ['fedavg', 'fedprox+mu=0.1'], got {shown(methods)}")
     if not pairs:
         raise ConfigError("methods is empty; name at least one, such as fedavg,fedprox+mu=0.1")
+    if not all(name for name, _ in pairs):
+        raise ConfigError("methods: a label is empty; name what the method is to be called in the table")
     _refuse_twice("methods", [label for label, _ in pairs], "keep one of them, or tell them apart by their options")
     return dict(pairs)
 
 
 def section(entry: Any) -> Section:
     """The section `method` of one entry."""
+    check_values({"methods": entry})
     if isinstance(entry, Mapping):
         if not isinstance(entry.get("name"), str):
             raise ConfigError(
@@ -53,9 +58,11 @@ def section(entry: Any) -> Section:
     name, at, preset = (part.strip() for part in head.partition("@"))
     if not name or (at and not preset):
         raise ConfigError(f"methods: '{shorten(entry)}' must read name, name@preset or name@preset+option=value")
-    options = {
-        key: parse(value, f"methods: the value of {key} in '{shorten(entry)}'") for key, value in _pairs(entry, given)
-    }
+    pairs = _pairs(entry, given)
+    if (own := next((key for key, _ in pairs if key in ("name", "preset")), None)) is not None:
+        raise ConfigError(f"methods: '{shorten(entry)}' sets {own} as an option; write name@preset+option=value")
+    _refuse_twice(f"methods: options of '{shorten(entry)}'", [key for key, _ in pairs], "keep one of them")
+    options = {key: parse(value, f"methods: the value of {key} in '{shorten(entry)}'") for key, value in pairs}
     return {"name": name, **({"preset": preset} if at else {}), **options}
 
 
@@ -93,6 +100,7 @@ def split(text: str, mark: str) -> list[str]:
 
 def seeds(values: Any) -> tuple[int, ...]:
     """Seeds as whole numbers from 0, each once. values: numbers, or a text of them between commas."""
+    check_values({"seeds": values})
     if isinstance(values, str):
         values = [_number(part.strip()) for part in values.split(",")] if values.strip() else []
     if not isinstance(values, Iterable) or isinstance(values, Mapping):
@@ -102,6 +110,17 @@ def seeds(values: Any) -> tuple[int, ...]:
         raise ConfigError("seeds is empty; name at least one, such as 0,1,2")
     _refuse_twice("seeds", found, "a seed counts once")
     return tuple(found)
+
+
+def reference(wanted: Any, labels: Iterable[str]) -> str:
+    """The label that the others are tested against, by default the first."""
+    known = list(labels)
+    if wanted is None:
+        return known[0]
+    check_values({"reference": wanted})
+    if (name := _clean(wanted)) not in known:
+        raise ConfigError(unknown("reference", shorten(name), known))
+    return name
 
 
 def switches(method: str, wanted: Any = None) -> dict[str, Section]:
@@ -117,9 +136,12 @@ def switches(method: str, wanted: Any = None) -> dict[str, Section]:
         )
     if wanted is None:
         return {name: dict(options) for name, options in known.items()}
+    check_values({"switches": wanted})
+    if not isinstance(wanted, Iterable) or isinstance(wanted, Mapping):
+        raise ConfigError(f"switches must be a list of {', '.join(known)}, got {shown(wanted)}")
     names = [part.strip() for part in wanted.split(",")] if isinstance(wanted, str) else list(wanted)
     for name in names:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise ConfigError(unknown(f"switch of {method}", shorten(str(name)), known))
     if not names:
         raise ConfigError(f"switches is empty; name some of {', '.join(known)}, or leave it out for all")

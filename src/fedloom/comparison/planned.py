@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.api import Run, checked_path, configure, load_run, resume, start
+from fedloom.api import Run, checked_path, configure, resume, start
 from fedloom.build import Built, build
 from fedloom.comparison import entries
+from fedloom.comparison.folders import check_began, check_free, finished, mend, reason, run_key
 from fedloom.comparison.settings import settings
 from fedloom.config.layers import nested
 from fedloom.config.options import schema
-from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, unknown
+from fedloom.config.words import shown
+from fedloom.core.errors import CheckpointError, ConfigError, FedloomError
 from fedloom.environment import edited, sources
-from fedloom.report.comparison import RUNS
+from fedloom.report.comparison import RUNS, is_comparison
 
 if TYPE_CHECKING:
     from fedloom.engine.experiment import Observer
 
 Resolved = Callable[[str, int], tuple[str, Any, Any, Any]]
+Make = Callable[[str, int], tuple[Built, Any]]
+Tell = Callable[[str], None]
+PATIENCE = 5.0  # seconds of checking after which it is told what is being checked
 LONGEST = 100  # characters of a word in the name of a folder
 UNFINISHED = ("failed", "unfinished")  # states of runs that were begun and have not ended well
 
@@ -33,9 +38,9 @@ class Planned:
     """A comparison whose configurations are checked; nothing has been run.
 
     settings: what is set over the recipe, see `fedloom.comparison.settings`. methods: label -> resolved section
-    `method`. keys: label -> seed -> key of the run, equal for equal runs (see `run_key`). make: (label, seed) -> the
-    assembled run and the user's own model. given: what a run needs to be opened and gone on with: the user's own data
-    and model, and workers (None: as they were).
+    `method`. keys: label -> seed -> key of the run, equal for equal runs (see `fedloom.comparison.folders.run_key`).
+    make: (label, seed) -> the assembled run and the user's own model. given: what a run needs to be opened and gone
+    on with: the user's own data and model, and workers (None: as they were).
     """
 
     title: str
@@ -46,7 +51,7 @@ class Planned:
     seeds: tuple[int, ...]
     methods: Mapping[str, Mapping[str, Any]]
     keys: Mapping[str, Mapping[int, str]]
-    make: Callable[[str, int], tuple[Built, Any]]
+    make: Make
     given: Mapping[str, Any]
 
     @property
@@ -65,11 +70,12 @@ class Planned:
     def state(self, key: str) -> str:
         """`done`, `failed`, `unfinished` or `missing`, as the folder of the run says."""
         path = self.path(key)
-        if (path / "DONE").exists() and (path / "summary.json").exists():
+        done, summary, config, failed = (
+            os.path.exists(path / name) for name in ("DONE", "summary.json", "config.yaml", "FAILED")
+        )
+        if done and summary:
             return "done"
-        if not (path / "config.yaml").exists():
-            return "missing"
-        return "failed" if (path / "FAILED").exists() else "unfinished"
+        return "missing" if not config else "failed" if failed else "unfinished"
 
     def held(self, key: str) -> bool:
         """Whether another process works on the run."""
@@ -86,35 +92,50 @@ class Planned:
     def open(self, key: str) -> Run:
         """The finished run; `CheckpointError` when the folder is damaged or holds another one."""
         path, (label, seed) = self.path(key), self.runs[key]
-        _check_key(path, key)
-        found = load_run(path, model=self.given["model"])
-        if (found.summary.get("method"), found.summary.get("seed")) != (self.methods[label]["name"], seed):
-            raise CheckpointError(
-                f"'{path / 'summary.json'}' is of another run; move '{path}' away to run this one again"
-            )
-        return found
+        check_began(path, key)
+        return finished(path, self.methods[label]["name"], seed, self.given["model"])
 
     def carry(self, key: str, observers: Sequence[Observer]) -> Run:
-        """Run it, or go on with it."""
-        path = self.path(key)
-        if self.state(key) != "missing":
-            _check_key(path, key)
+        """Run it, go on with it, or open it; `CheckpointError` when the folder cannot be used."""
+        path, state = self.path(key), self.state(key)
+        if state == "done":
+            return self.open(key)
+        if state == "missing":
+            check_free(path)
+            built, model = self.make(*self.runs[key])
+            return start(built, path, observers, model)
+        check_began(path, key, self.given)
+        try:
             return resume(path, observers=observers, **self.given)
-        built, model = self.make(*self.runs[key])
-        return start(built, path, observers, model)
+        except CheckpointError as error:
+            raise CheckpointError(f"'{path}' cannot be gone on with ({reason(error)}); {mend(path)}") from error
 
 
-def plan(recipe_or_config: Any, methods: Any, seeds: Any, *, out: Any, reference: Any, **given: Any) -> Planned:
-    """Check everything that `compare` is asked for. Raises `ConfigError` or `DataError`."""
+def plan(
+    recipe_or_config: Any, methods: Any, seeds: Any, *, out: Any, reference: Any, tell: Tell | None = None, **given: Any
+) -> Planned:
+    """Check everything that `compare` is asked for. tell: told what is checked when that takes long.
+
+    Raises `ConfigError` or `DataError`.
+    """
     sections = entries.sections(methods)
     title = f"Comparison of {len(sections)} methods" if len(sections) > 1 else next(iter(sections))
-    return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, title=title, name="compare")
+    named = {"title": title, "name": "compare"}
+    return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, tell=tell, **named)
 
 
 def plan_ablation(
-    method: Any, recipe_or_config: Any, seeds: Any, *, switches: Any, out: Any, reference: Any, **given: Any
+    method: Any,
+    recipe_or_config: Any,
+    seeds: Any,
+    *,
+    switches: Any,
+    out: Any,
+    reference: Any,
+    tell: Tell | None = None,
+    **given: Any,
 ) -> Planned:
-    """Check everything that `ablate` is asked for. Raises `ConfigError` or `DataError`."""
+    """Check everything that `ablate` is asked for; see `plan`."""
     full = entries.section(method)
     found = entries.switches(full["name"], switches)
     sections = {entries.FULL: full, **{name: {**full, **options} for name, options in found.items()}}
@@ -124,7 +145,7 @@ def plan_ablation(
         "name": f"ablate-{re.sub(r'[^A-Za-z0-9_.+=@-]+', '-', word).strip('-')[:LONGEST]}",
         "part": "switch",
     }
-    return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, **named)
+    return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, tell=tell, **named)
 
 
 def _plan(
@@ -135,14 +156,12 @@ def _plan(
     *,
     out: Any,
     reference: Any,
+    tell: Tell | None,
     title: str,
     name: str,
     part: str = "",
 ) -> Planned:
-    numbers = entries.seeds(seeds)
-    reference = next(iter(sections)) if reference is None else reference
-    if reference not in sections:
-        raise ConfigError(unknown("reference", str(reference), sections))
+    numbers, reference = entries.seeds(seeds), entries.reference(reference, sections)
     common, layer = _common(given)
 
     def resolved(label: str, seed: int) -> tuple[str, Any, Any, Any]:
@@ -152,40 +171,71 @@ def _plan(
         _, config, own_data, own_model = resolved(label, seed)
         return build(config, data=own_data, model=own_model), own_model
 
-    trees = _trees(resolved, sections, common, numbers[0], part)
+    trees = _trees(resolved, lambda: configure(source, **layer), sections, common, numbers[0], part)
     recipe, config, own_data, own_model = next(iter(trees.values()))
-    keys = {label: {seed: _key(make, label, seed) for seed in numbers} for label in sections}
+    folder = _folder(out, Path("runs") / recipe / name)
     workers = config.engine.workers
     return Planned(
         title=title,
         recipe=recipe,
         settings=settings(source, given),
-        folder=Path("runs") / recipe / name if out is None else checked_path("out", out),
+        folder=folder,
         reference=reference,
         seeds=numbers,
         methods={label: tree[1].method for label, tree in trees.items()},
-        keys=keys,
+        keys=_keys(make, tuple(sections), numbers, tell),
         make=make,
         given={"data": own_data, "model": own_model, "workers": None if workers == "auto" else workers},
     )
 
 
+def _folder(out: Any, default: Path) -> Path:
+    """Where the comparison goes; `ConfigError` for what is no path, and for the folder of a run."""
+    path = default if out is None else checked_path("out", out)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, ValueError) as error:  # a loop of links, a null byte, a lone surrogate
+        told = getattr(error, "strerror", None) or error
+        raise ConfigError(f"out {shown(str(path))} is no usable path: {told}; name another") from error
+    if (path / "config.yaml").exists() and not is_comparison(path):
+        raise ConfigError(f"out is '{path}', which is the folder of a run (it holds config.yaml); name another folder")
+    return path
+
+
 def _trees(
-    resolved: Resolved, sections: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any], seed: int, part: str
+    resolved: Resolved,
+    base: Callable[[], Any],
+    sections: Mapping[str, Mapping[str, Any]],
+    common: Mapping[str, Any],
+    seed: int,
+    part: str,
 ) -> dict[str, tuple[str, Any, Any, Any]]:
     """Label -> what `configure` gives, so that a slip in the last word is found at once.
 
-    part: what every label but the first stands for, to tell where the slip is.
+    base: configures without any method, to tell a slip in a word from one in what all have. part: what every label
+    but the first stands for, where the first is no word of its own.
     """
     found: dict[str, tuple[str, Any, Any, Any]] = {}
     for label in sections:
         try:
             found[label] = resolved(label, seed)
         except ConfigError as error:
-            place = f"{part} {label}: " if found and part else ""
+            own = bool(found) or (not part and _refusal(base) != str(error) and f"'{label}'" not in str(error))
+            place = f"{part} {label}: ".lstrip() if own else ""
             error.args = (f"{place}{error}{_for_one(common, label, sections)}",)
             raise
     return found
+
+
+def _refusal(configured: Callable[[], Any]) -> str:
+    """Why something cannot be configured; empty when it can."""
+    try:
+        configured()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _for_one(common: Mapping[str, Any], label: str, sections: Mapping[str, Mapping[str, Any]]) -> str:
@@ -217,8 +267,21 @@ def _common(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(common), {key: value for key, value in given.items() if key not in ours}
 
 
-def _key(make: Callable[[str, int], tuple[Built, Any]], label: str, seed: int) -> str:
-    """The key of a run that can be assembled."""
+def _keys(make: Make, labels: Sequence[str], seeds: Sequence[int], tell: Tell | None) -> dict[str, dict[int, str]]:
+    """Label -> seed -> the key of a run that can be assembled."""
+    keys: dict[str, dict[int, str]] = {label: {} for label in labels}
+    told = time.monotonic()
+    for label in labels:
+        for seed in seeds:
+            if tell is not None and time.monotonic() - told >= PATIENCE:
+                number = sum(map(len, keys.values())) + 1
+                tell(f"checking run {number} of {len(labels) * len(seeds)}: {label}, seed {seed}")
+                told = time.monotonic()
+            keys[label][seed] = _key(make, label, seed)
+    return keys
+
+
+def _key(make: Make, label: str, seed: int) -> str:
     try:
         built = make(label, seed)[0]
         if files := edited(built.config):
@@ -229,25 +292,3 @@ def _key(make: Callable[[str, int], tuple[Built, Any]], label: str, seed: int) -
     except FedloomError as error:
         error.args = (f"{label}, seed {seed}: {error}",)
         raise
-
-
-def run_key(env: Mapping[str, Any]) -> str:
-    """The name of a run's folder in `runs/`, from what env.json holds.
-
-    It is `config_hash`; where the method or the network is a file of the user's own, the SHA-256 of that and of
-    `method_source` and `model_source`, so that an edited file is another run.
-    """
-    found = [env[key] for key in ("method_source", "model_source") if env.get(key)]
-    name = str(env["config_hash"])
-    return hashlib.sha256("".join([name, *found]).encode()).hexdigest() if found else name
-
-
-def _check_key(path: Path, key: str) -> None:
-    """Raise `CheckpointError` unless the folder holds the run that its name says."""
-    mend = f"move '{path}' away, and the same comparison makes the run anew"
-    try:
-        known = run_key(json.loads((path / "env.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{path / 'env.json'}' is missing or damaged; {mend}") from error
-    if known != key:
-        raise CheckpointError(f"'{path}' holds another run, that of the key {known[:12]}; {mend}")

@@ -345,8 +345,11 @@ def read_comparison(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / JSON).read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found["methods"], dict):
             raise ValueError("it holds no comparison")
+        for label, entry in found["methods"].items():
+            if not all(isinstance(key, str) and key.isalnum() for key in entry["runs"].values()):
+                raise ValueError(f"the runs of {label} are not named by keys")
         text(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"'{folder / JSON}' is damaged ({error}); call `fedloom compare` again with the same arguments, which "
             "writes it anew from the runs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +91,8 @@ class RunRecord:
 def number(row: Row, key: str) -> float | None:
     """A finite number of a row, else None."""
     value = row.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) <= sys.float_info.max else None
 
 
 def _has_accuracy(row: Row) -> bool:
@@ -150,7 +150,7 @@ def _read_json(path: Path, problems: list[str]) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict):
         return found
@@ -163,7 +163,7 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[Row, ...]:
     for line in (_read_text(path, problems) or "").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append(row)
@@ -179,7 +179,7 @@ def _parse_yaml(text: str, problems: list[str]) -> Mapping[str, Any]:
 
     try:
         found = yaml.safe_load(text) if text else {}
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, OverflowError, AttributeError, RecursionError):  # as in `fedloom.config`
         found = None
     if isinstance(found, dict):
         return found
