@@ -92,6 +92,17 @@ def test_a_dry_run_lists_the_runs_and_starts_nothing(tmp_path: Path) -> None:
     assert (folder / "runs" / found["runs"][0]["hash"] / "DONE").exists()
 
 
+def test_lists_that_are_given_in_parts_are_joined(tmp_path: Path) -> None:
+    parts = ["-m", "fedavg", "--methods", "fedfmx+body=[8,4],joint", "--seed", "0", "--seeds", "2,1"]
+    found = json.loads(call("compare", *parts, "--out", tmp_path / "c", "--dry-run", "--json", *FAST).stdout)
+    assert [(run["label"], run["seed"]) for run in found["runs"]] == [
+        (label, seed) for label in ("fedavg", "fedfmx+body=[8,4]", "joint") for seed in (0, 2, 1)
+    ]
+    parts = ["fedfmx+experts=2", "--switches", "top1", "--switches", "no-rar", "--seed", "1"]
+    found = json.loads(call("ablate", *parts, "--out", tmp_path / "a", "--dry-run", "--json", *FAST).stdout)
+    assert [run["label"] for run in found["runs"]] == ["full", "top1", "no-rar"]
+
+
 def test_an_ablation(tmp_path: Path) -> None:
     result = call("ablate", "fedfmx+experts=2", "quickstart", "--switches", "no-rar,top1", "--seeds", "0",
                   "--reference", "top1", "--out", tmp_path / "a", "-q", *FAST)  # fmt: skip
@@ -115,7 +126,11 @@ def test_switches_are_listed_with_their_method() -> None:
         (["compare", "-m", "fedavg,fedprx"], "unknown method 'fedprx'. Did you mean 'fedprox'?"),
         (["compare", "-m", "fedavg,fedavg"], "methods: 'fedavg' is given twice"),
         (["compare", "-m", "fedprox+mu"], "options of 'fedprox+mu' are written +option=value"),
-        (["compare", "-m", "fedprox+mu=x"], "method.mu must be a number, got 'x'"),
+        (["compare", "-m", "fedprox+mu=x"], "error: fedprox+mu=x: method.mu must be a number, got 'x'"),
+        (["compare", "-m", "fedavg+name=fedprox"], "'fedavg+name=fedprox' sets name as an option; write name@preset"),
+        (["compare", "-m", "fedavg", "--methods", "fedavg"], "methods: 'fedavg' is given twice"),
+        (["compare", "-m", "fedavg", "--seed", "0", "--seeds", "0"], "seeds: '0' is given twice"),
+        (["ablate", "fedfmx", "--switches", "top1", "--switches", "top1"], "switches: 'top1' is given twice"),
         (["compare", "-m", "fedavg", "--seeds", "0,one"], "seeds must be whole numbers from 0"),
         (["compare", "-m", "fedavg", "--seeds", "1,1"], "seeds: '1' is given twice"),
         (["compare", "-m", "fedavg", "--seeds", "-1"], "seeds must be whole numbers from 0, such as 0,1,2, got -1"),

@@ -297,7 +297,11 @@ def test_a_locked_run_does_not_stop_the_others(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"methods": ("fedavg", "fedprx")}, "unknown method 'fedprx'. Did you mean 'fedprox'"),
-        ({"methods": ("fedavg", "fedprox+mu=-1")}, "method.mu must be at least 0, got -1"),
+        ({"methods": ("fedavg", "fedprox+mu=-1")}, r"^fedprox\+mu=-1: method.mu must be at least 0, got -1"),
+        ({"methods": {"mine": "fedprox+mu=-1"}}, "^mine: method.mu must be at least 0, got -1"),
+        ({"methods": ("fedavg", "fedprx")}, "^unknown method 'fedprx'"),
+        ({"methods": ("fedprox", "fedavg"), "training": {"rounds": 0}}, "^training.rounds must be"),
+        ({"reference": ["fedavg"]}, "unknown reference"),
         ({"methods": ("fedavg", "fedprox@papre")}, "unknown preset of fedprox 'papre'"),
         ({"methods": ("fedprox", "fedavg"), "method": {"mu": 1.0}}, "unknown option of fedavg 'method.mu'"),
         (
@@ -404,6 +408,19 @@ class Notes(Observer):
 
     def note(self, text: str) -> None:
         self.told.append(text)
+
+
+def test_checks_that_take_long_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom.comparison import planned
+
+    monkeypatch.setattr(planned, "PATIENCE", 0.0)
+    told: list[str] = []
+    given = {"out": tmp_path / "c", "reference": None, "data": None, "model": None, "engine": None}
+    planned.plan(SMALL, TWO, (3, 4), tell=told.append, **given)
+    assert told[0] == "checking run 1 of 4: fedavg, seed 3" and told[-1] == "checking run 4 of 4: fedprox+mu=1, seed 4"
+    monkeypatch.undo()
+    planned.plan(SMALL, TWO, (3, 4), tell=told.append, **given)
+    assert len(told) == 4
 
 
 def test_progress_names_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.comparison.entries import section, sections, seeds, split, switches
+from fedloom.comparison.entries import reference, section, sections, seeds, split, switches
 from fedloom.core.errors import ConfigError
+
+ENDLESS: dict[str, Any] = {"name": "fedavg"}
+ENDLESS["more"] = ENDLESS
+DEEP: list[Any] = []
+for _ in range(100):
+    DEEP = [DEEP]
 
 
 def test_a_word_is_a_name_a_preset_and_options_with_yaml_values() -> None:
@@ -17,7 +23,6 @@ def test_a_word_is_a_name_a_preset_and_options_with_yaml_values() -> None:
     assert section("fedfmx+body=[32,16]+uniform=true") == {"name": "fedfmx", "body": [32, 16], "uniform": True}
     assert section("my.methods:fedx+kind=a+b") == {"name": "my.methods:fedx", "kind": "a+b"}
     assert section("fedprox+mu=1e+3+uniform=false") == {"name": "fedprox", "mu": 1000.0, "uniform": False}
-    assert section("fedprox+mu=1+mu=2") == {"name": "fedprox", "mu": 2}
 
 
 def test_commas_inside_brackets_and_quotes_split_nothing() -> None:
@@ -48,12 +53,29 @@ def test_labels_are_the_words_the_keys_or_made_of_the_options() -> None:
         ("fedavg@", "'fedavg@' must read name, name@preset"),
         ("fedprox+mu", r"options of 'fedprox\+mu' are written \+option=value, got '\+mu'"),
         ("fedfmx+body=[32", r"the value of body in 'fedfmx\+body=\[32' is not valid YAML"),
+        ("fedavg+name=fedprox", r"'fedavg\+name=fedprox' sets name as an option; write name@preset\+option=value"),
+        ("fedprox@paper+preset=x", "sets preset as an option; write name@preset"),
+        ("fedprox+mu=0.1+mu=0.2", r"options of 'fedprox\+mu=0.1\+mu=0.2': 'mu' is given twice; keep one of them"),
+        ({"\ud800": "fedavg"}, "keys of methods must be text"),
+        ([{"name": "fedavg", "note": "\ud800"}], "methods.note holds characters that are no text"),
+        ({" ": "fedavg"}, "methods: a label is empty"),
+        ([ENDLESS], "methods.more.* is nested too deeply or refers to itself; write its values out"),
+        ({"a": ENDLESS}, "methods.more.* refers to itself"),
+        ([DEEP], "methods is nested too deeply"),
         ("fedavg, fedavg", "methods: 'fedavg' is given twice; keep one of them, or tell them apart by their options"),
     ],
 )
 def test_what_is_no_entry_is_refused_in_words(methods: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sections(methods)
+
+
+def test_the_reference_is_the_first_label_unless_one_is_named() -> None:
+    labels = sections({3: "fedavg", 4: "fedprox"})
+    assert reference(None, labels) == "3" and reference(4, labels) == reference(" 4", labels) == "4"
+    for wanted in (5, ["3"], {}, "", 3.0, DEEP):
+        with pytest.raises(ConfigError, match=r"unknown reference '.*'.* Known: 3, 4|reference is nested too deeply"):
+            reference(wanted, labels)
 
 
 def test_seeds_are_whole_numbers() -> None:
@@ -73,6 +95,8 @@ def test_seeds_are_whole_numbers() -> None:
         ("-1", "got -1"),
         ([0, 1.5], "got 1.5"),
         ([True], "got True"),
+        (DEEP, "seeds is nested too deeply"),
+        ({0: 1}, "seeds must be a list of whole numbers"),
         ("1,2,1", "seeds: '1' is given twice; a seed counts once"),
     ],
 )
@@ -89,6 +113,10 @@ def test_switches_are_those_that_the_method_declares() -> None:
         ("top3", "unknown switch of fedfmx 'top3'. Did you mean 'top"),
         ("top1,top1", "switches: 'top1' is given twice"),
         ([], "switches is empty; name some of no-fres"),
+        (3, "switches must be a list of .*top1.*, got 3"),
+        ({"top1": 1}, "switches must be a list of"),
+        ([["top1"]], r"unknown switch of fedfmx '\['top1'\]'"),
+        (DEEP, "switches is nested too deeply"),
     ):
         with pytest.raises(ConfigError, match=words):
             switches("fedfmx", wanted)

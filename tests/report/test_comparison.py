@@ -243,7 +243,12 @@ def test_comparisons_that_cannot_be_shown_are_refused_in_words(tmp_path):
     (tmp_path / "compare.json").write_text(json.dumps(content(methods=methods)))
     with pytest.raises(ConfigError, match=r"no run of the comparison .* has ended; go on with the same"):
         write_report([tmp_path], tmp_path / "report.html")
-    for damage in ("{", "[]", "{}", '{"methods": {"x": {}}}'):
+    runs = [
+        json.dumps(content(methods={"x": {**methods["x"], "runs": runs}})) for runs in ([1], {"0": 5}, {"0": "../x"})
+    ]
+    huge = json.dumps(content(methods={"x": entry("c" * 64, 0.5, sample_visits=float("inf"))}))
+    deep = "[" * 100_000
+    for damage in ("{", "[]", "{}", '{"methods": {"x": {}}}', deep, f'{{"methods": {deep}', huge, *runs):
         (tmp_path / "compare.json").write_text(damage)
         with pytest.raises(ConfigError, match=r"compare.json' is damaged .*; call `fedloom compare` again"):
             write_report([tmp_path], tmp_path / "report.html")

@@ -49,12 +49,22 @@ def test_damaged_files_become_problems(tmp_path, write_run):
     assert record.method == "run"
 
 
+@pytest.mark.parametrize("name", ["summary.json", "env.json", "partition.json", "config.yaml", "metrics.jsonl"])
+def test_endless_nesting_is_a_problem_of_its_file(tmp_path, write_run, name):
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text("[" * 100_000)
+    assert [problem.split()[0] for problem in read_run(folder).problems] == [name]
+
+
 def test_rows_are_taken_as_they_are_meant(tmp_path):
     rows = [
         {"stage": 0, "round": 0, "exchange": "train", "scope": "round", "train/loss": 3.0},
         {"stage": 0, "round": 0, "exchange": "train", "scope": "round", "train/loss": 2.0},
         {"stage": 0, "round": 0, "exchange": "measure", "scope": "round"},
         {"stage": "x", "scope": "round"},
+        {"stage": 10**400, "scope": "round"},
+        {"stage": 0, "round": [0], "scope": "round"},
+        {"stage": 0, "round": 0, "exchange": ["train"], "scope": "round"},
         {"scope": "stage"},
         [1],
     ]
@@ -64,7 +74,9 @@ def test_rows_are_taken_as_they_are_meant(tmp_path):
     assert record.stages == []
 
 
-@pytest.mark.parametrize(("value", "found"), [(1, 1), (0.5, 0.5), (float("nan"), None), ("1", None), (True, None)])
+@pytest.mark.parametrize(
+    ("value", "found"), [(1, 1), (0.5, 0.5), (float("nan"), None), (10**400, None), ("1", None), (True, None)]
+)
 def test_number(value, found):
     assert number({"k": value}, "k") == found
     assert number({}, "k") is None

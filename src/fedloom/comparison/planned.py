@@ -222,8 +222,11 @@ def _trees(
         try:
             found[label] = resolved(label, seed)
         except ConfigError as error:
-            own = bool(found) or (not part and _refusal(base) != str(error) and f"'{label}'" not in str(error))
-            place = f"{part} {label}: ".lstrip() if own else ""
+            if part:
+                place = f"{part} {label}: " if found else ""
+            else:
+                common_slip = not found and _refusal(base) == str(error)
+                place = "" if common_slip or f"'{label}'" in str(error) else f"{label}: "
             error.args = (f"{place}{error}{_for_one(common, label, sections)}",)
             raise
     return found

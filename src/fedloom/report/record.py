@@ -83,7 +83,7 @@ class RunRecord:
         return sorted((inside | ends).items()) if inside else []
 
     def _scope(self, scope: str) -> Iterator[Row]:
-        rows = (row for row in self.metrics if row.get("scope") == scope and isinstance(row.get("stage"), int))
+        rows = (row for row in self.metrics if row.get("scope") == scope and _is_placed(row))
         # Stable: rows of a stage keep the order in which they were written.
         return iter(sorted(rows, key=lambda row: row["stage"]))
 
@@ -93,6 +93,12 @@ def number(row: Row, key: str) -> float | None:
     value = row.get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and abs(value) <= sys.float_info.max else None
+
+
+def _is_placed(row: Row) -> bool:
+    """Whether a row says where in the run it belongs."""
+    known = isinstance(row.get("stage"), int) and number(row, "stage") is not None
+    return known and isinstance(row.get("round"), int | None) and isinstance(row.get("exchange"), str | None)
 
 
 def _has_accuracy(row: Row) -> bool:
