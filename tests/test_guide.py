@@ -1,4 +1,4 @@
-"""What README.md and docs/method-guide.md show is run, or at least understood."""
+"""What README.md, docs/method-guide.md and docs/compare.md show is run, or at least understood."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom import api, lifecycle
 from fedloom.cli import app
 
 ROOT = Path(__file__).parents[1]
-GUIDE, README = ROOT / "docs" / "method-guide.md", ROOT / "README.md"
+GUIDE, README, COMPARE = ROOT / "docs" / "method-guide.md", ROOT / "README.md", ROOT / "docs" / "compare.md"
 TINY = ["training.rounds=1", "training.local_epochs=1", "stream.tasks=2", "partition.clients=4", "model.name=linear"]
 
 
@@ -30,7 +30,7 @@ def blocks(path: Path, language: str) -> list[str]:
 
 def commands() -> list[list[str]]:
     """Arguments of every `fedloom ...` line of the shell blocks, without comments."""
-    lines = [line for path in (README, GUIDE) for block in blocks(path, "bash") for line in block.splitlines()]
+    lines = [line for path in (README, GUIDE, COMPARE) for block in blocks(path, "bash") for line in block.splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("fedloom ")]
 
 
@@ -78,7 +78,7 @@ def test_the_guides_fedprox_refuses_in_words(folder: Path) -> None:
     assert done.exit_code == 2 and "method.mu must be at least 0, got -1" in done.stderr
 
 
-@pytest.mark.parametrize("path", [GUIDE, README], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [GUIDE, README, COMPARE], ids=lambda path: path.name)
 def test_python_blocks_compile(path: Path) -> None:
     found = blocks(path, "python")
     assert found
