@@ -300,6 +300,9 @@ def test_unknown_recipe_and_file(tmp_path) -> None:
         resolve_source("quikstart")
     with pytest.raises(ConfigError, match=r"unknown recipe 'fedfmx/table1-cifar10-dl'. Did you mean"):
         resolve_source("fedfmx/table1-cifar10-dl")
+    for name in ("x" * 300, "a\0b", ""):
+        with pytest.raises(ConfigError, match="unknown recipe"):
+            resolve_source(name)
     with pytest.raises(ConfigError, match="does not exist"):
         resolve_source(str(tmp_path / "nope.yaml"))
     (tmp_path / "list.yaml").write_text("- 1\n")

@@ -91,7 +91,7 @@ def _based(layer: dict[str, Any], path: Path, above: tuple[Path, ...]) -> dict[s
     base = layer.pop("base")
     if not isinstance(base, str) or not base:
         raise ConfigError(f"base of '{path}' must be a recipe's name or the path of a YAML file, got {shown(base)}")
-    below = _located(base)[1] if base in recipe_names() else path.parent / base
+    below = RECIPES / f"{base}.yaml" if base in recipe_names() else path.parent / base
     try:
         found, again = below.is_file(), below.resolve() in (seen.resolve() for seen in above)
     except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, a null byte
@@ -113,9 +113,12 @@ def _based(layer: dict[str, Any], path: Path, above: tuple[Path, ...]) -> dict[s
 def _located(recipe: str) -> tuple[str, Path]:
     """(name, file) of a recipe or of a YAML file."""
     path = Path(recipe)
-    if recipe in recipe_names():
+    names = recipe_names()
+    if recipe in names:
         return recipe, RECIPES / f"{recipe}.yaml"
-    if path.suffix in (".yaml", ".yml") or recipe.count("/") > 1 or path.exists():
+    head, slash, _ = recipe.partition("/")
+    studies = {study for study, within, _ in (name.partition("/") for name in names) if within}
+    if path.suffix in (".yaml", ".yml") or (slash and head not in studies):
         try:
             path.stat()
         except (OSError, ValueError) as error:  # too long a name, a null byte
@@ -125,7 +128,7 @@ def _located(recipe: str) -> tuple[str, Path]:
         if path.is_dir():
             raise ConfigError(f"'{recipe}' is a folder; name a YAML file, such as '{path / 'config.yaml'}'")
         return path.stem, path
-    raise ConfigError(f"{unknown('recipe', shorten(recipe), recipe_names())} A file of your own ends in .yaml.")
+    raise ConfigError(f"{unknown('recipe', shorten(recipe), names)} A file of your own ends in .yaml.")
 
 
 def overrides(pairs: Iterable[str]) -> dict[str, Any]:

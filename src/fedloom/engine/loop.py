@@ -192,7 +192,7 @@ class Loop:
         self.reader.forget()
         progress.versions |= {a.client: versions[a.client] for a in accepted if a.stored}
         progress.served = sorted({*progress.served, *(answer.client for answer in accepted)})
-        visits, passes = (sum(counts) for counts in ([a.visits for a in done], [a.passes for a in done]))
+        visits, passes = sum(answer.visits for answer in done), sum(answer.passes for answer in done)
         row = {"stage": stage, "round": trip.round, "exchange": trip.exchange, "scope": "round", "clients": len(work)}
         row |= {"failed": len(failures), "rejected": len(done) - len(accepted), "degraded": not merged}
         row |= {"bytes_up": up, "bytes_down": gone, "sample_visits": visits, "pass_visits": passes}

@@ -104,14 +104,13 @@ def timm_backbone(name: str, *, input_shape: Sequence[int], weights: str | None,
     config = timm.get_pretrained_cfg(name)
     sized = {"img_size": tuple(input_shape[1:])} if config is not None and config.fixed_input_size else {}
     given = {"num_classes": 0, "in_chans": input_shape[0], **sized, **options}
-    if weights == "pretrained":
-        body = _published(name, given)
-        return Foreign(body, getattr(body, "head_hidden_size", None) or body.num_features)
     try:
-        body = timm.create_model(name, **given)
+        body = _published(name, given) if weights == "pretrained" else timm.create_model(name, **given)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"model.options of timm/{name}: {error}") from error
-    if weights is not None:
+    if weights not in (None, "pretrained"):
         heads = config.classifier if config is not None else ()
         convert = getattr(sys.modules[type(body).__module__], "checkpoint_filter_fn", None)
         load_weights(body, weights, ignore=[heads] if isinstance(heads, str) else list(heads or ()), convert=convert)
