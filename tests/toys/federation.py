@@ -23,6 +23,8 @@ from fedloom.select.sampling import uniform_cohort
 class BlobPlan:
     """A `DataPlan`: class c is a Gaussian around a corner; clients hold unequally many examples.
 
+    Of two domains the second is moved and stretched.
+
     empty: clients without data, known to the plan. hollow: clients that take part although they hold nothing.
     idle: stages at which nobody holds anything.
     """
@@ -37,6 +39,8 @@ class BlobPlan:
     hollow: tuple[int, ...] = ()
     idle: tuple[int, ...] = ()
 
+    domains = ("here", "there")
+
     @property
     def tasks(self) -> Sequence[Sequence[int]]:
         size = self.num_classes // self.num_stages
@@ -48,7 +52,7 @@ class BlobPlan:
     def stage(self, index: int, client: int | None = None) -> Stage:
         classes = tuple(self.tasks[index])
         seen = tuple(c for task in self.tasks[: index + 1] for c in task)
-        return Stage(index, self.num_stages, self.rounds, classes, seen, seen[: -len(classes)])
+        return Stage(index, self.num_stages, self.rounds, classes, seen, seen[: -len(classes)], *((0, 1),) * 3)
 
     def _indices(self, client: int, stage: int) -> Tensor:
         if client in (*self.empty, *self.hollow) or stage in self.idle:
@@ -67,18 +71,28 @@ class BlobPlan:
     def train(self, client: int, stage: int, round: int | None, exchange: str) -> Batches:
         x, y = self._pool("train")
         key = (self.seed, "batches", stage, round, client, exchange)
-        return Batches(x, y, self._indices(client, stage), key=key, prepare=lambda x, rng: x)
+        return Batches(x, y, self._indices(client, stage), key=key, prepare=lambda x, rng: x, domains=_domains(y))
 
-    def test(self, task: int) -> Batches:
+    def test(self, task: int, domain: int | None = None) -> Batches:
         x, y = self._pool("test")
-        rows = torch.isin(y, torch.tensor(self.tasks[task])).nonzero().flatten()
-        return Batches(x, y, rows, key=(self.seed, "test"), prepare=lambda x, rng: x)
+        chosen = torch.isin(y, torch.tensor(self.tasks[task]))
+        chosen &= _domains(y) == domain if domain is not None else True
+        key = (self.seed, "test")
+        return Batches(x, y, chosen.nonzero().flatten(), key=key, prepare=lambda x, rng: x, domains=_domains(y))
 
     def label_counts(self, client: int, stage: int) -> Tensor:
         _, y = self._pool("train")
         counts = torch.zeros(self.num_classes, dtype=torch.long)
         for s in range(stage + 1):
             counts += torch.bincount(y[self._indices(client, s)], minlength=self.num_classes)
+        return counts
+
+    def domain_counts(self, client: int, stage: int) -> Tensor:
+        _, y = self._pool("train")
+        counts = torch.zeros(len(self.domains), self.num_classes, dtype=torch.long)
+        for s in range(stage + 1):
+            rows = self._indices(client, s)
+            counts.index_put_((_domains(y)[rows], y[rows]), torch.tensor(1), accumulate=True)
         return counts
 
     def fingerprint(self) -> str:
@@ -91,7 +105,12 @@ def _blobs(num_classes: int, per_class: int, seed: int, what: str) -> tuple[Tens
     y = torch.arange(num_classes).repeat_interleave(per_class)
     angle = y * (2 * torch.pi / num_classes)
     noise = torch.randn(len(y), 2, generator=generator(seed, "blobs", what))
-    return torch.stack([angle.cos(), angle.sin()], 1) * 3 + 0.5 * noise, y
+    x = torch.stack([angle.cos(), angle.sin()], 1) * 3 + 0.5 * noise
+    return torch.where(_domains(y)[:, None] == 1, 1.5 * x + 0.5, x), y
+
+
+def _domains(y: Tensor) -> Tensor:
+    return torch.arange(len(y)) % 2
 
 
 class Features(nn.Module):

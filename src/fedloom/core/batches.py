@@ -59,6 +59,7 @@ class Batches:
     prepare: stored inputs -> model inputs; its second argument is a generator when augmentation may be drawn,
     None for evaluation. quota: examples of a shuffled epoch, None for every one once; epochs then go on through pass
     after pass over all examples, each shuffled anew. visits: counts what is handed out; parts of a whole share one.
+    domains: int64 domain ids of the whole source, None where the data have no domains.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Batches:
         prepare: Prepare,
         quota: int | None = None,
         visits: Visits | None = None,
+        domains: Tensor | None = None,
     ):
         if quota is not None and quota < 0:
             raise ConfigError(f"quota must be at least 0 examples, got {quota}")
         self._x, self._y, self._indices = x, y, indices
         self._key, self._prepare, self._quota = key, prepare, quota
+        self._domains = domains
         self.visits = visits or Visits()
 
     def __len__(self) -> int:
@@ -96,9 +99,28 @@ class Batches:
         """Class ids that occur here, ascending."""
         return tuple(int(c) for c in torch.unique(self.labels))
 
+    @property
+    def domains(self) -> Tensor | None:
+        """Domain id of every example, int64 [num_examples]; None where the data have no domains."""
+        return None if self._domains is None else self._domains[self._indices]
+
     def part(self, start: int, stop: int) -> Batches:
         """The examples from `start` up to `stop`, in their stored order."""
-        return self._like(self._x, self._y, self._indices[start:stop])
+        return self.subset(torch.arange(len(self))[start:stop])
+
+    def subset(self, index: Tensor) -> Batches:
+        """The examples at some positions (int64), in that order."""
+        return self._like(self._x, self._y, self._indices[index], domains=self._domains)
+
+    def by_domain(self) -> dict[int, Batches]:
+        """Domain id -> the examples of that domain, for the domains that occur here, ascending.
+
+        Raises `ConfigError` where the data have no domains.
+        """
+        if self._domains is None:
+            raise ConfigError("the data have no domain labels; name their column with data.domain")
+        ids = self._domains[self._indices]
+        return {k: self.subset((ids == k).nonzero().flatten()) for k in sorted(set(ids.tolist()))}
 
     def stored(self, index: Tensor) -> tuple[Inputs, Tensor]:
         """Inputs as they are stored (8-bit images stay 8-bit) and labels of some positions, to be kept."""
@@ -107,23 +129,29 @@ class Batches:
 
     def with_quota(self, quota: int | None) -> Batches:
         """The same examples, `quota` of them in a shuffled epoch; `ConfigError` for less than 0."""
-        return self._like(self._x, self._y, self._indices, quota)
+        return self._like(self._x, self._y, self._indices, quota, self._domains)
 
     def keyed(self, *key: Key) -> Batches:
         """The same examples with other random streams, told apart by `key`, and visits counted from 0."""
-        return Batches(self._x, self._y, self._indices, key=(*self._key, *key), prepare=self._prepare)
+        key = (*self._key, *key)
+        return Batches(self._x, self._y, self._indices, key=key, prepare=self._prepare, domains=self._domains)
 
     def joined(self, x: Inputs, y: Tensor, quota: int | None = None) -> Batches:
         """These examples followed by others; `quota` of all of them in a shuffled epoch, None for every one.
 
-        x, y: as `stored` gives them; `ConfigError` for inputs of another kind, such as prepared ones.
+        x, y: as `stored` gives them; `ConfigError` for inputs of another kind, such as prepared ones. The domains of
+        the others are not known, so the result has none.
         """
         own_x, own_y = self.stored(torch.arange(len(self)))
         labels = torch.cat([own_y, y])
         return self._like(_concatenated(own_x, x), labels, torch.arange(len(labels)), quota)
 
-    def _like(self, x: Inputs, y: Tensor, indices: Tensor, quota: int | None = None) -> Batches:
-        return Batches(x, y, indices, key=self._key, prepare=self._prepare, quota=quota, visits=self.visits)
+    def _like(
+        self, x: Inputs, y: Tensor, indices: Tensor, quota: int | None = None, domains: Tensor | None = None
+    ) -> Batches:
+        return Batches(
+            x, y, indices, key=self._key, prepare=self._prepare, quota=quota, visits=self.visits, domains=domains
+        )
 
     def steps(self, batch_size: int) -> int:
         """Number of batches in one shuffled epoch."""
@@ -174,7 +202,7 @@ def pooled(parts: Sequence[Batches]) -> Batches:
     if any(part._x is not first._x or part._y is not first._y for part in parts):
         raise ConfigError("clients' data can be pooled only where they are rows of one data set")
     rows = torch.unique(torch.cat([part._indices for part in parts]))
-    return Batches(first._x, first._y, rows, key=first._key, prepare=first._prepare)
+    return Batches(first._x, first._y, rows, key=first._key, prepare=first._prepare, domains=first._domains)
 
 
 def _concatenated(first: Inputs, second: Inputs) -> Inputs:

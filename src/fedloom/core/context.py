@@ -32,7 +32,8 @@ class Stage:
 
     classes: what is current at this stage, for the client of the context, or over all clients on the server.
     seen: every class that has arrived anywhere up to now; the rows that exist in a head. old: those of them that
-    had arrived before this stage. All ascending.
+    had arrived before this stage. All ascending. domains, seen_domains, old_domains: the same for the domains of the
+    data, empty where they have none; in a stream of classes every domain is current at every stage.
     rounds: train rounds of this stage. count: stages of the stream.
     """
 
@@ -42,6 +43,9 @@ class Stage:
     classes: tuple[int, ...]
     seen: tuple[int, ...]
     old: tuple[int, ...] = ()
+    domains: tuple[int, ...] = ()
+    seen_domains: tuple[int, ...] = ()
+    old_domains: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Net:
         self._buffers = state_buffers(self.module)
         self._given_away = False
         self._rebuilt: dict[Hashable, Net] = {}
-        self._twin: Net | None = None
+        self._twins: dict[str, Net] = {}
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -152,11 +156,11 @@ class Net:
                 if inside and trainable.isdisjoint(inside):
                     module.eval()
 
-    def twin(self) -> Net:
-        """A second network of the same shape, kept for the next call."""
-        if self._twin is None:
-            self._twin = Net(self.factory, self.forward)
-        return self._twin
+    def twin(self, name: str = "twin") -> Net:
+        """Another network of the same shape, one per name, kept for the next call."""
+        if name not in self._twins:
+            self._twins[name] = Net(self.factory, self.forward)
+        return self._twins[name]
 
     def rebuild(self, spec: Hashable) -> Net:
         """A network of other shapes, made by the module's own `rebuild(spec)`; kept for the next call."""
@@ -174,13 +178,15 @@ class Net:
 class Context:
     """Where and when a piece of a method runs. Read-only; `client` is None on the server.
 
-    num_clients: all clients of the federation, whether or not they hold data at this stage.
+    num_clients: all clients of the federation, whether or not they hold data at this stage. num_domains: domains of the
+    data, 0 where they have none.
     """
 
     net: Net
     stage: Stage
     num_classes: int
     num_clients: int = 1
+    num_domains: int = 0
     seed: int = 0
     round: int | None = None
     exchange: str = "train"
@@ -265,9 +271,14 @@ class Context:
         finally:
             self.net.train(was_training)
 
-    def teacher(self, params: Tensors, buffers: Tensors | None = None) -> Callable[[Inputs], Outputs]:
-        """A second network of the same shape with these values, in evaluation mode and without gradient."""
-        net = self.net.twin()
+    def teacher(
+        self, params: Tensors, buffers: Tensors | None = None, name: str = "twin"
+    ) -> Callable[[Inputs], Outputs]:
+        """Another network of the same shape with these values, in evaluation mode and without gradient.
+
+        name: tells apart teachers that are needed at once; a second one of a name overwrites the first.
+        """
+        net = self.net.twin(name)
         net.bind(params, buffers)
         net.train(False)
         return torch.no_grad()(net)

@@ -77,12 +77,14 @@ class Method:
     data_view: how the clients' data are presented: "stream" as the plan says, "pooled_cumulative" as one client that
     holds all data of the stages seen so far, at the stream's budget, "pooled_cumulative_all" at full budget (see
     `fedloom.engine.views`); no real federation can grant the last two. A property where an option chooses it.
+    needs_domains: the method reads the domain of every training example; data without domains are refused.
     """
 
     reveals: ClassVar[Mapping[str, str]] = {}
     ragged: ClassVar[Collection[str]] = ()
     personal: ClassVar[bool] = True
     data_view: ClassVar[str] = "stream"
+    needs_domains: ClassVar[bool] = False
 
     def module(self, spec: ModelSpec) -> nn.Module:
         """The network that every process builds once; the same values each time it is called."""
@@ -122,8 +124,16 @@ class Method:
 
     def predict(self, down: Payload, state: Payload, x: Inputs, ctx: Context) -> Tensor:
         """Scores [batch, classes] without label, task id or domain id; classes not seen yet are -inf."""
+        return self.deployed(down, state, ctx).scores(x)
+
+    def deployed(self, down: Payload, state: Payload, ctx: Context) -> Context:
+        """The context around the network that this view is served with, bound to its values.
+
+        A method that prunes or adapts rebuilds the network here: what `predict` runs, the summary counts and
+        `fedloom export` writes is then the smaller one.
+        """
         ctx.bind(down["params"], down.get("buffers"))
-        return ctx.scores(x)
+        return ctx
 
 
 class DataPlan(Protocol):
@@ -134,6 +144,7 @@ class DataPlan(Protocol):
     num_stages: int
     rounds: int
     tasks: Sequence[Sequence[int]]
+    domains: Sequence[str]
 
     def stage(self, index: int, client: ClientId | None = None) -> Stage:
         """The stage as the server (None) or as one client sees it."""
@@ -151,12 +162,16 @@ class DataPlan(Protocol):
         """A client's data for one piece of work."""
         ...
 
-    def test(self, task: int) -> Batches:
-        """Held-out examples of one task."""
+    def test(self, task: int, domain: int | None = None) -> Batches:
+        """Held-out examples of one task, of all its domains or of one."""
         ...
 
     def label_counts(self, client: ClientId, stage: int) -> Tensor:
         """int64 [classes]: examples per class that the client has held up to and including the stage."""
+        ...
+
+    def domain_counts(self, client: ClientId, stage: int) -> Tensor:
+        """int64 [domains, classes]: the same per domain; one row where the data have no domains."""
         ...
 
     def fingerprint(self) -> str:

@@ -59,6 +59,11 @@ class Plan:
         return self.source.num_classes
 
     @property
+    def domains(self) -> tuple[str, ...]:
+        """Names of the data's domains; empty where they have none."""
+        return self.source.domain_names
+
+    @property
     def num_clients(self) -> int:
         """Registered clients, with or without data."""
         return len(self.parts[0])

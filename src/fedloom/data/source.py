@@ -26,6 +26,7 @@ class Source:
     x_*: uint8 [n, channels, height, width] for images, float32 otherwise; y_*: int64 [n], ids of `class_names`.
     mean, std: per channel, of inputs scaled to [0, 1]; empty where inputs are used as they are.
     fingerprint: SHA-256 of tensors, class names and statistics. granularity: task counts by name ("coarse", "fine").
+    domains_train, domains_test: int64 [n], ids of `domain_names`; None and empty where the data have no domains.
     notes: sentences on what was changed while reading. cache: folder for hand-over to other processes.
 
     Pickling writes the tensors to the content cache once and passes a reference, so that every process maps the
@@ -41,6 +42,9 @@ class Source:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     fingerprint: str
+    domains_train: Tensor | None = None
+    domains_test: Tensor | None = None
+    domain_names: tuple[str, ...] = ()
     granularity: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     cache: Path | None = None

@@ -47,6 +47,7 @@ class Experiment:
             stage=self.plan.stage(stage, client),
             num_classes=self.plan.num_classes,
             num_clients=self.plan.num_clients,
+            num_domains=len(self.plan.domains),
             seed=self.seed,
             round=round,
             exchange=exchange,

@@ -15,7 +15,7 @@ from fedloom.core.errors import ConfigError, unknown
 
 Cohort = Callable[[Sequence[ClientId], int, int | None], Sequence[ClientId]]
 # What does not depend on who holds the data, or tells who holds them in the stream.
-SHARED = ("num_classes", "num_stages", "rounds", "tasks", "test", "fingerprint", "describe", "draw")
+SHARED = ("num_classes", "num_stages", "rounds", "tasks", "domains", "test", "fingerprint", "describe", "draw")
 
 
 @dataclass(frozen=True, eq=False)
