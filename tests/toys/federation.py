@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fedloom.core import Batches, Forward, Method, Stage
 from fedloom.core.seeds import generator, seeded
 from fedloom.engine.experiment import Experiment
 from fedloom.local import SGD, LocalSGD
+from fedloom.models.channels import Channels, Draft
 from fedloom.select.sampling import uniform_cohort
 
 
@@ -124,6 +125,44 @@ class Features(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
+    def channel_groups(self) -> Channels:
+        draft = Draft(self)
+        draft.layer("layers.0", reads=None, writes="layers.0")
+        draft.norm("layers.1", "layers.0")
+        draft.tap("layers.0", "layers", "output")
+        return draft.table()
+
+
+class Block(nn.Module):
+    """Two linear layers with BatchNorm whose output is added to what they read."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.one, self.norm1 = nn.Linear(width, inner), nn.BatchNorm1d(inner)
+        self.two, self.norm2 = nn.Linear(inner, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm2(self.two(torch.relu(self.norm1(self.one(x))))) + x)
+
+
+class Residual(Features):
+    """The features of a block: two groups of channels, one of which two layers write."""
+
+    def __init__(self, width: int = 8, inner: int = 24):
+        super().__init__(width)
+        self.block = Block(width, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.layers(x))
+
+    def channel_groups(self) -> Channels:
+        draft = Draft(self)
+        draft.layer("layers.0", reads=None, writes="layers.0")
+        draft.norm("layers.1", "layers.0")
+        draft.tap("layers.0", "layers", "output")
+        draft.residual_block("block", [("one", "norm1"), ("two", "norm2")], None, "layers.0")
+        return draft.table()
+
 
 class Headed(nn.Module):
     """Features and a fixed-width linear head."""
@@ -146,10 +185,13 @@ class BlobSpec:
     num_classes: int = 6
     seed: int = 0
     norm: bool = True
+    residual: bool = False
+
+    input_shape: ClassVar[tuple[int, ...]] = (2,)
 
     def backbone(self) -> nn.Module:
         with seeded(self.seed, "backbone"):
-            return Features(norm=self.norm)
+            return Residual() if self.residual else Features(norm=self.norm)
 
     def classifier(self) -> nn.Module:
         body = self.backbone()

@@ -1,4 +1,4 @@
-"""Class prototypes: means of features per class, merged over clients by number of examples."""
+"""Prototypes: means of a vector per class or per domain, merged over clients by number of examples."""
 
 from __future__ import annotations
 
@@ -36,6 +36,40 @@ def merge_prototypes(
         count += number.double()
     means = total / count.clamp(min=torch.finfo(torch.float64).tiny).unsqueeze(1)
     return torch.where((count > 0).unsqueeze(1), means.to(old.dtype), old), count
+
+
+@torch.no_grad()
+def merge_signatures(
+    signatures: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    old: Tensor,
+    valid: Tensor,
+    mu: float,
+    *,
+    who: Sequence[object] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """p_k <- mu p_k + (1 - mu) sum_i n_ik V_ik / sum_i n_ik per domain k, and which domains have a prototype now.
+
+    signatures: per client V_i [domains, channels]. counts: per client n_i [domains], examples; 0 where the client has
+    no signature of the domain, whose row is then not read. old: p [domains, channels]; valid: bool [domains], where p
+    holds anything. A domain without a prototype starts at its first mean, one that nobody sent keeps what it has.
+    Where all V and p lie on the simplex, so does the result. Raises `PayloadError` naming the client.
+    Source: Lin et al., "Domain Sensitive Federated Learning with Fisher-Informed Pruning" (FEDFIP, CVPR 2026), the
+    structure prototypes; that they never start at zeros is a decision.
+    """
+    sums = [
+        torch.where(n[:, None] > 0, n[:, None].double() * v, 0) if v.shape[:1] == n.shape else v
+        for v, n in zip(signatures, counts, strict=True)
+    ]
+    mean, total = merge_prototypes(sums, counts, old, who=who)
+    sent = total > 0
+    moved = torch.where(valid[:, None], ema(old, mean, mu), mean)
+    return torch.where(sent[:, None], moved, old), valid | sent
+
+
+def ema(old: Tensor, new: Tensor, mu: float) -> Tensor:
+    """mu * old + (1 - mu) * new; exact for mu = 0 and mu = 1."""
+    return torch.lerp(new, old, mu)
 
 
 def _check(value: Tensor, number: Tensor, old: Tensor, label: str) -> None:

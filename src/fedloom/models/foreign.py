@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedloom.core.errors import ConfigError, closest, unknown
+from fedloom.models.channels import Channels, Draft
 from fedloom.models.checkpointing import nested_blocks, set_checkpointing
 from fedloom.models.weights import load_weights
 
@@ -32,6 +33,25 @@ class Foreign(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of each block in the backward pass."""
         set_checkpointing(nested_blocks(self.body), enable)
+
+    def channel_groups(self) -> Channels | None:
+        """The table of a torchvision ResNet; None for other networks, which are traced."""
+        is_resnet = type(self.body).__module__ == "torchvision.models.resnet"
+        return _resnet_groups(self.body).prefixed("body") if is_resnet else None
+
+
+def _resnet_groups(body: nn.Module) -> Channels:
+    draft, stream = Draft(body), "conv1"
+    draft.layer("conv1", reads=None, writes=stream)
+    draft.norm("bn1", stream)
+    draft.tap(stream, "maxpool", "input")
+    for name, block in body.named_modules():
+        if type(block).__module__ == type(body).__module__ and name:
+            convs = [n for n, _ in block.named_children() if n.startswith("conv")]
+            layers = [(conv, conv.replace("conv", "bn")) for conv in convs]
+            shortcut = None if block.downsample is None else "downsample"
+            stream = draft.residual_block(name, layers, shortcut, stream)
+    return draft.table()
 
 
 def torchvision_backbone(

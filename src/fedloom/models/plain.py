@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.core.errors import ConfigError
+from fedloom.models.channels import Axis, Channels, Draft
 from fedloom.models.checkpointing import set_checkpointing
 
 
@@ -32,6 +33,10 @@ class Flatten(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """There is nothing to recompute, so both values of the switch give the same pass."""
+
+    def channel_groups(self) -> Channels:
+        """There are none."""
+        return Draft(self).table()
 
 
 class Mlp(nn.Module):
@@ -56,6 +61,16 @@ class Mlp(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of each layer in the backward pass."""
         set_checkpointing(self.layers, enable)
+
+    def channel_groups(self) -> Channels:
+        """One group per layer."""
+        draft, reads = Draft(self), None
+        for name, _ in self.layers.named_children():
+            layer = f"layers.{name}.0"
+            draft.layer(layer, reads=reads, writes=layer)
+            draft.tap(layer, f"layers.{name}", "output")
+            reads = layer
+        return draft.table()
 
 
 class ConvPool(nn.Module):
@@ -106,6 +121,18 @@ class ConvNet(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of each convolution in the backward pass."""
         set_checkpointing(self.convs, enable)
+
+    def channel_groups(self) -> Channels:
+        """One group per convolution, and the hidden layer."""
+        draft, reads = Draft(self), None
+        for name, _ in self.convs.named_children():
+            layer = f"convs.{name}.conv"
+            draft.layer(layer, reads=reads, writes=layer)
+            draft.tap(layer, f"convs.{name}", "output")
+            reads = layer
+        draft.layer("fc", reads=Axis(reads, self.fc.in_features // self.channels[-1]), writes="fc")
+        draft.tap("fc", "", "output")
+        return draft.table()
 
 
 class SmallCnn(ConvNet):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.core.errors import ConfigError
+from fedloom.models.channels import Channels, Draft
 from fedloom.models.checkpointing import set_checkpointing
 
 Norm = Callable[[int], nn.Module]
@@ -86,6 +87,22 @@ class ResNet(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of each block in the backward pass."""
         set_checkpointing(self.blocks, enable)
+
+    def channel_groups(self) -> Channels:
+        """One group per stream of one width, and one inside every block; `ConfigError` for group normalisation."""
+        if isinstance(self.norm, nn.GroupNorm):
+            own = f"resnet{2 * len(self.blocks) + 2}"
+            raise ConfigError(
+                f"channels under group normalisation cannot be pruned one by one: take {own} instead of {own}_gn"
+            )
+        draft, stream = Draft(self), "stem"
+        draft.layer("stem", reads=None, writes=stream)
+        draft.norm("norm", stream)
+        draft.tap(stream, "blocks", "input")
+        for name, block in self.blocks.named_children():
+            shortcut = None if isinstance(block.shortcut, nn.Identity) else "shortcut"
+            stream = draft.residual_block(f"blocks.{name}", [("conv1", "norm1"), ("conv2", "norm2")], shortcut, stream)
+        return draft.table()
 
 
 def _norm(groups: int | None, widths: Sequence[int]) -> Norm:
