@@ -85,12 +85,12 @@ def run(
 
     recipe_or_config: a recipe's name, a YAML file, or a mapping; None is the quickstart, or with `data` the defaults.
     method: a name, or a mapping with `name` and options. data: a name, a mapping of the section, or arrays
-    `(x, y)`, `(x_train, y_train, x_test, y_test)`, a torch dataset or a pair of them. model: a name, a mapping of
-    the section, a module (a classifier giving logits [batch, classes], or a backbone with `num_features` giving
-    features), or a function that makes one. out: folder, by default `runs/<recipe>/<time>-<id>`. verbose: a line per
-    round on stderr; None does so in a terminal and in a notebook. overrides: sections of the configuration
-    (`training={"rounds": 1}`), dotted keys (`**{"training.rounds": 1}`) and `seed`. Raises `FedloomError` with one
-    sentence.
+    `(x, y)`, `(x_train, y_train, x_test, y_test)`, either with domain after y, a torch dataset or a pair of them.
+    model: a name, a mapping of the section, a module (a classifier giving logits [batch, classes], or a backbone with
+    `num_features` giving features), or a function that makes one. out: folder, by default `runs/<recipe>/<time>-<id>`.
+    verbose: a line per round on stderr; None does so in a terminal and in a notebook. overrides: sections of the
+    configuration (`training={"rounds": 1}`), dotted keys (`**{"training.rounds": 1}`) and `seed`. Raises `FedloomError`
+    with one sentence.
     """
     name, config, own_data, own_model = configure(
         recipe_or_config, method=method, data=data, model=model, engine=engine, **overrides

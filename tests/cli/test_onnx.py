@@ -1,4 +1,4 @@
-"""ONNX export of both kinds of prediction: plain logits, and a gate over experts."""
+"""ONNX export of every kind of prediction: plain logits, a gate over experts, and a network that was pruned."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ pytest.importorskip("onnxscript", reason="the extra 'onnx' is not installed")
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter and its libraries warn about their own internals on import
-@pytest.mark.parametrize("method", ["fedavg", "fedfmx"])
+@pytest.mark.parametrize("method", ["fedavg", "fedfmx", "test_served:halved"])
 def test_the_exported_graph_agrees_with_torch(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedloom.onnx_export import export_onnx
 
     monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
-    layer = {"method": method, "model": {"name": "linear"}, "partition": {"kind": "iid", "clients": 2}}
+    pruned = method == "test_served:halved"
+    model = {"name": "digits_cnn" if pruned else "linear"}
+    layer = {"method": method, "model": model, "partition": {"kind": "iid", "clients": 2}}
     done = api.run({**layer, "training": {"rounds": 1}, "stream": {"tasks": 2}}, out=tmp_path / "run")
     path, checked = export_onnx(done.folder, tmp_path / "m.onnx")
-    assert path.stat().st_size > 1000
+    size = path.stat().st_size
+    assert 4 * done.summary["active_parameters"] < size
+    assert not pruned or size < 4 * done.summary["parameters"]
     assert "agrees with torch" in checked or "onnxruntime is not installed" in checked
 
 

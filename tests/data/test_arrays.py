@@ -28,6 +28,35 @@ def test_four_arrays_keep_their_split():
     assert len(source.x_train) == 20 and len(source.x_test) == 5
 
 
+def test_domains_follow_the_labels():
+    x, y = xy(24)
+    where = np.repeat(["sea", "land", "air"], 8)
+    source = from_arrays((x, y, where), test_fraction=0.25)
+    assert source.domain_names == ("air", "land", "sea")
+    cells = torch.bincount(source.domains_test * 2 + source.y_test)
+    assert cells.tolist() == [1] * 6 and len(source.y_train) == 18
+    rows = {tuple(row): name for row, name in zip(x.astype(np.float32).tolist(), where, strict=True)}
+    for inputs, ids in ((source.x_train, source.domains_train), (source.x_test, source.domains_test)):
+        assert [rows[tuple(row)] for row in inputs.tolist()] == [source.domain_names[d] for d in ids.tolist()]
+
+
+def test_domains_of_given_splits_share_their_names():
+    x, y = xy(6)
+    source = from_arrays((x, y, [7, 7, 9, 9, 9, 9], x[:3], y[:3], [9, 11, 9]))
+    assert source.domain_names == ("7", "9", "11")
+    assert source.domains_train.tolist() == [0, 0, 1, 1, 1, 1] and source.domains_test.tolist() == [1, 2, 1]
+    assert source.notes == ("domain '11' has no train example", "domain '7' has no test example")
+
+
+def test_domains_of_arrays_can_be_ignored_and_have_no_column():
+    x, y = xy()
+    plain = load_source((x, y, np.zeros(len(y), int)), domain="none")
+    assert plain.domains_train is None and plain.domain_names == ()
+    assert plain.fingerprint == load_source((x, y)).fingerprint
+    with pytest.raises(DataError, match=r"data.domain 'style' names no column"):
+        load_source((x, y), domain="style")
+
+
 def test_images_are_brought_to_one_layout_with_notes():
     grey = from_arrays((np.zeros((6, 5, 4), np.uint8), np.arange(6) % 2))
     assert grey.input_shape == (1, 5, 4) and "grey" in grey.notes[0]
@@ -89,7 +118,14 @@ class Stream(torch.utils.data.IterableDataset):
         ((np.zeros((2, 2)), [0, 1]), "one example per class"),
         ((np.zeros((4, 2)), [0, 1, 0, 1], np.zeros((2, 3)), [0, 1]), "same shape"),
         ((np.zeros((2, 2)), [0, 1], np.zeros((2, 2)), ["a", "b"]), "of one kind"),
-        ((1, 2, 3), "got tuple of length 3"),
+        ((1, 2, 3), "x must be an array of examples"),
+        ((1, 2, 3, 4, 5), "got tuple of length 5"),
+        ((np.zeros((4, 2)), [0, 1, 0, 1], ["a", "b"]), "4 inputs but 2 domain labels"),
+        ((np.zeros((2, 2)), [0, 1], ["a", " "]), "empty text at position 1"),
+        ((np.zeros((2, 2)), [0, 1], [0.0, np.nan]), "domain labels must be integers 0..C-1, got nan at position 1"),
+        ((np.zeros((2, 2)), [0, 1], ["a", None]), "got None at position 1"),
+        ((np.zeros((2, 2)), [0, 1], [0, 1], np.zeros((1, 2)), [0], ["a"]), "of one kind"),
+        ((np.zeros((2, 2)), [0, 1], ["a", "b"]), "one example per class and domain"),
         ({"x": 1}, "got dict"),
         (Stream(), "has no length"),
     ],

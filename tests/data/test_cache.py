@@ -69,6 +69,30 @@ def test_stored_arrays_load_by_name(private_cache):
         load_source("stored:" + "0" * 64)
 
 
+def test_domains_are_kept_pickled_and_stored(private_cache):
+    source = load_source((*arrays(), ["a", "b", "c"] * 4))
+    for again in (pickle.loads(pickle.dumps(source)), load_source(store_source(source))):
+        assert again.fingerprint == source.fingerprint and again.domain_names == ("a", "b", "c")
+        assert torch.equal(again.domains_train, source.domains_train)
+        assert torch.equal(again.domains_test, source.domains_test)
+    assert load_source(store_source(source), domain="none").domains_test is None
+
+
+def test_domains_travel_without_a_cache(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "file" / "cache"))
+    source = load_source((*arrays(), ["a", "b"] * 6))
+    again = pickle.loads(pickle.dumps(source))
+    assert torch.equal(again.domains_train, source.domains_train) and again.domain_names == ("a", "b")
+
+
+def test_lost_domains_are_built_again(private_cache):
+    first = load_source("digits-domains")
+    (private_cache / "sources" / first.fingerprint / "domains_test.npy").unlink()
+    again = load_source("digits-domains")
+    assert again.fingerprint == first.fingerprint and torch.equal(again.domains_test, first.domains_test)
+
+
 @pytest.mark.parametrize("damage", ["truncate", "garbage", "meta", "gone"])
 def test_damaged_entry_is_built_again(private_cache, damage):
     first = load_source("digits")

@@ -41,6 +41,7 @@ def write(png):
 def test_digits_are_bundled_and_the_split_is_fixed():
     first, again = load_source("digits"), load_source("sklearn/digits", root="/nowhere")
     assert first.fingerprint == again.fingerprint and first.name == "sklearn/digits"
+    assert first.fingerprint == "8d6aeac97b826ec9703f8886507592cf08cf6998eb2714dde9747e15008367e5"  # runs hold it
     assert first.x_train.shape == (1438, 1, 8, 8) and first.x_train.dtype == torch.uint8
     assert torch.bincount(first.y_test).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
     assert int(first.x_train.max()) == 255 and len(first.x_train[first.x_train > 0].unique()) == 16
@@ -221,7 +222,15 @@ def test_bad_paths(tmp_path):
 
 def test_catalogue_lists_names_and_forms():
     names = [name for name, _ in catalogue()]
-    assert {"sklearn/digits", "uoft-cs/cifar100", "flwrlabs/pacs", "folder:PATH", "parquet:PATH"} <= set(names)
+    assert {
+        "sklearn/digits",
+        "sklearn/digits-domains",
+        "domains:NAME,NAME",
+        "uoft-cs/cifar100",
+        "flwrlabs/pacs",
+        "folder:PATH",
+        "parquet:PATH",
+    } <= set(names)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +252,25 @@ def test_mirrored_data_sets(mirror, name, shape, train, test, classes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "train", "test", "classes"),
-    [("cifar100", 20000, 5000, 100), ("tiny-imagenet", 12000, 2000, 200), ("pacs", 7992, 1999, 7)],
+    [("cifar100", 20000, 5000, 100), ("tiny-imagenet", 12000, 2000, 200), ("pacs", 7993, 1998, 7)],
 )
 def test_large_mirrored_data_sets(mirror, name, train, test, classes):
     source = load_source(name, root=mirror)
     assert (len(source.x_train), len(source.x_test), source.num_classes) == (train, test, classes)
+
+
+@pytest.mark.slow
+def test_pacs_has_its_four_domains(mirror):
+    source = load_source("pacs", root=mirror)
+    assert source.domain_names == ("art_painting", "cartoon", "photo", "sketch")
+    sizes = torch.bincount(source.domains_train) + torch.bincount(source.domains_test)
+    assert sizes.tolist() == [2048, 2344, 1670, 3929] and int(sizes.sum()) == 9991
+    cells = [torch.bincount(d * 7 + y, minlength=28) for d, y in source_pairs(source)]
+    assert (cells[1] - 0.2 * (cells[0] + cells[1])).abs().max() <= 0.5
+    assert source.class_names[5] == "house" and int(cells[0][26] + cells[1][26]) == 80
+    plain = load_source("pacs", root=mirror, domain="none")
+    assert plain.fingerprint == "a717825942dc7fae0206e1ba65e684133a2d5d61738c79fbb9022f8eb5558bef"
+
+
+def source_pairs(source):
+    return (source.domains_train, source.y_train), (source.domains_test, source.y_test)

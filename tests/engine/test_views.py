@@ -16,6 +16,7 @@ from fedloom.engine.experiment import Experiment
 from fedloom.engine.views import VIEWS, PooledCumulative, stream_of, viewed
 from fedloom.methods.fedavg import FedAvg
 from fedloom.select.sampling import uniform_cohort
+from toys.domains import source
 from toys.federation import BlobPlan, BlobSpec, local, method_of
 from toys.running import rows, start
 
@@ -31,6 +32,12 @@ def stream(partition: dict[str, Any] | None = None, rounds: int = 3, **options: 
     return make_plan(whole, stream={"tasks": 3, **options}, partition=dealing, rounds=rounds)
 
 
+def domains(partition: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Four domains of six classes, which arrive one after another."""
+    dealing = {"kind": "single", "clients": 6, **(partition or {})}
+    return make_plan(source(), stream={"kind": "domain_incremental", **options}, partition=dealing, rounds=2)
+
+
 def whole(plan: Any, name: str = JOINT, cohort: int | float = 0.5, **more: Any) -> Experiment:
     spec = BlobSpec(plan.num_classes, norm=False)  # clients of one example train as well
     return Experiment(method_of(name), spec, Forward(), plan, uniform_cohort, 0, cohort, **more)
@@ -43,6 +50,8 @@ PLANS = {
     "shifted arrival": lambda: stream(arrival="shifted", shift=2),
     "an order per client": lambda: stream(arrival="per_client"),
     "a schedule": lambda: stream(arrival={0: {0: 0, 3: 2}, 4: {2: 1}}, stages=5),
+    "domains one by one": lambda: domains(),
+    "domains in other orders": lambda: domains({"kind": "k_domains", "cover": 2}, arrival="per_client"),
     "one client": lambda: stream({"clients": 1}),
     "blobs": BlobPlan,
     "an idle stage": lambda: BlobPlan(idle=(1,)),
@@ -117,6 +126,23 @@ def test_stages_are_the_plans_and_everything_seen_is_current_to_the_one_client()
         assert view.stage(index) == plan.stage(index)
         assert view.stage(index, 0) == dataclasses.replace(plan.stage(index), classes=plan.stage(index).seen)
     assert view.stage(1, 0).classes == (0, 1, 2, 3) and view.stage(1, 0).old == (0, 1)
+
+
+def test_the_pool_of_a_stream_of_domains_holds_every_domain_so_far():
+    plan = domains(domain_order=[2, 0, 3, 1])
+    view = whole(plan).plan
+    for stage, seen in enumerate([[2], [0, 2], [0, 2, 3], [0, 1, 2, 3]]):
+        pool = view.train(0, stage, None, "train")
+        assert {domain: len(part) for domain, part in pool.by_domain().items()} == dict.fromkeys(seen, 60)
+        counts = view.domain_counts(0, stage)
+        assert counts.dtype == torch.int64 and counts.tolist() == [[10 * (d in seen)] * 6 for d in range(4)]
+        assert torch.equal(counts.sum(0), view.label_counts(0, stage))
+        assert view.stage(stage, 0).domains == tuple(seen)
+        assert view.stage(stage) == plan.stage(stage)
+    assert view.task_domains == ((2,), (0,), (3,), (1,)) and len(view.test(1, 0)) == 30
+    assert whole(stream()).plan.domain_counts(0, 2).tolist() == [[40] * 6], "one row without domains"
+    held = sum(BlobPlan().domain_counts(client, 2) for client in range(4))
+    assert torch.equal(whole(BlobPlan()).plan.domain_counts(0, 2), held)
 
 
 def test_what_does_not_depend_on_who_holds_the_data_is_the_plans_own(tmp_path: Path):

@@ -14,7 +14,8 @@ from fedloom.engine.checkpoint import newest
 from fedloom.engine.files import load_payload
 from fedloom.engine.store import ClientStore
 from fedloom.local.passes import diagonal_fisher, model_labels
-from fedloom.methods.fedewc import FedEWC, fedewc
+from fedloom.methods.fedewc import FedEWC, _old_share, fedewc
+from toys.domains import arriving
 from toys.federation import BlobSpec, experiment, local
 from toys.running import rows, start
 
@@ -141,6 +142,26 @@ def test_a_stage_without_new_classes_is_not_measured():
     classes = (0, 1, 2)
     plans = [list(method.plan(Stage(1, 3, 2, classes, classes, old))) for old in ((0, 1), classes)]
     assert [[trip.exchange for trip in trips] for trips in plans] == [["train", "train", "consolidate"], ["train"] * 2]
+
+
+@pytest.mark.parametrize(("stage", "share"), [(0, 0.0), (1, 1 / 2), (2, 2 / 3), (3, 3 / 4)])
+def test_a_stream_of_domains_is_weighed_by_pairs_of_class_and_domain(stage: int, share: float):
+    """All six classes are there at once, and one domain more at every stage: by classes alone a would be 1."""
+    whole = arriving(NAME, options={"fisher_cap": 10.0})
+    ctx = context(whole, stage)
+    server = whole.method.init_server(ctx)
+    server = {**server, "fisher": filled(server["params"], 3.0)}
+    merged = whole.method.consolidate(server, [answer(1, filled(server["params"], 9.0))], ctx)["fisher"]
+    torch.testing.assert_close(merged, filled(server["params"], share * 3.0 + (1 - share) * 9.0))
+    assert ("consolidate" in [trip.exchange for trip in whole.method.plan(ctx.stage)]) == (stage < 3)
+
+
+def test_domains_that_are_all_there_leave_the_share_of_a_stream_of_classes_alone():
+    method, classes = fedewc(local=local()), (0, 1, 2)
+    stage = Stage(1, 3, 2, classes, classes, (0,), *((0, 1, 2, 3),) * 3)
+    plain = replace(stage, domains=(), seen_domains=(), old_domains=())
+    assert _old_share(stage) == _old_share(plain) == 1 / 3
+    assert [trip.exchange for trip in method.plan(replace(stage, old=classes))] == ["train", "train"]
 
 
 def test_f_and_the_anchor_travel_once_per_stage_and_client(tmp_path: Path):

@@ -93,7 +93,7 @@ def _data(root: str | None) -> Iterator[Finding]:
     from fedloom.data.catalogue import BUNDLED, ENTRIES
 
     given = root or os.environ.get("FEDLOOM_DATA")
-    yield Finding("ok", f"{BUNDLED}: bundled")
+    yield from (Finding("ok", f"{name}: bundled") for name in BUNDLED)
     if not given:
         yield Finding("note", "no data root; other data sets come from the hub", "set FEDLOOM_DATA or --data-root")
         return
@@ -101,7 +101,7 @@ def _data(root: str | None) -> Iterator[Finding]:
         yield Finding("problem", f"data root '{given}' is not a folder", "correct FEDLOOM_DATA or --data-root")
         return
     for hub in ENTRIES:
-        if hub == BUNDLED:
+        if hub in BUNDLED:
             continue
         folder = Path(given) / hub
         if any(folder.rglob("*.parquet")):

@@ -111,13 +111,14 @@ def holdings(described: Mapping[str, Any]) -> list[str]:
     """A table of examples per client and stage, from the plan's description."""
     stages = described["stages"]
     clients = [str(c) for c in described["clients_listed"]][:SHOWN]
-    tasks = ", ".join(f"task {k}: {_span(task)}" for k, task in enumerate(described["tasks"][:12]))
+    tasks = ", ".join(f"task {k}: {_task(described, k)}" for k in range(len(described["tasks"][:12])))
     size = f"{_many(described['clients'], 'client')}, {_many(len(stages), 'stage')}, {_examples(described)}"
     lines = [f"{described['data']}: {size}; {tasks}"]
-    lines.append("client  " + "  ".join(f"{'stage ' + str(s['stage']):>14}" for s in stages[:10]))
+    wide = 21 if "domain_names" in described else 14
+    lines.append("client  " + "  ".join(f"{'stage ' + str(s['stage']):>{wide}}" for s in stages[:10]))
     for client in clients:
         cells = [_cell(s["clients"].get(client)) for s in stages[:10]]
-        lines.append(f"{client:>6}  " + "  ".join(f"{cell:>14}" for cell in cells))
+        lines.append(f"{client:>6}  " + "  ".join(f"{cell:>{wide}}" for cell in cells))
     hidden = described["clients"] - len(clients)
     if hidden > 0:
         lines.append(f"   ...  and {hidden} more client{'s' * (hidden > 1)}")
@@ -133,7 +134,16 @@ def _many(count: int, noun: str) -> str:
 def _cell(held: Mapping[str, Any] | None) -> str:
     if not held or not held["examples"]:
         return "-"
-    return f"{held['examples']} in {len(held['classes'])} cl"
+    domains = f", {len(held['domains'])} dom" if "domains" in held else ""
+    return f"{held['examples']} in {len(held['classes'])} cl{domains}"
+
+
+def _task(described: Mapping[str, Any], task: int) -> str:
+    """What a task brings: its classes, or its domain where domains arrive one after another."""
+    own, names = described.get("task_domains", [[]])[task:], described.get("domain_names", [])
+    if own and len(own[0]) < len(names):
+        return ", ".join(names[domain] for domain in own[0])
+    return _span(described["tasks"][task])
 
 
 def _span(task: list[int]) -> str:

@@ -20,7 +20,7 @@ from fedloom.config.sections import CHOICES, Config
 from fedloom.config.words import models_of, span
 
 REFER = {
-    "data.name": "a data set (`fedloom list datasets`), folder:PATH or parquet:PATH",
+    "data.name": "a data set (`fedloom list datasets`), folder:PATH, parquet:PATH or domains:NAME,NAME",
     "model.name": "auto, a model (`fedloom list models`) or package.module:factory",
     "engine.name": "serial",
 }

@@ -10,6 +10,12 @@ from typing import Any
 
 NEUTRAL = (("engine", "name"), ("engine", "runtime"), ("engine", "workers"), ("engine", "join"), ("data", "root"))
 
+# Options that came later, with the value that means what was done before them: left out at that value, so that runs
+# and comparisons made before are still found.
+LATER: dict[tuple[str, str], Any] = {
+    ("data", "domain"): None,
+}
+
 
 def config_hash(tree: Mapping[str, Any], fingerprint: str, device: str, memory_format: str) -> str:
     """SHA-256 of the resolved tree in canonical JSON, without what cannot change a result.
@@ -25,6 +31,9 @@ def config_hash(tree: Mapping[str, Any], fingerprint: str, device: str, memory_f
     kept["data"]["name"] = data_kind(kept["data"]["name"])
     kept["engine"]["device"] = device
     kept["training"]["memory_format"] = memory_format
+    for (section, key), value in LATER.items():
+        if kept.get(section, {}).get(key) == value:
+            kept[section].pop(key, None)
     text = json.dumps({"tree": kept, "data": fingerprint}, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

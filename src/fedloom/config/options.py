@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import PydanticSerializationError
 
-from fedloom.config.sections import LARGEST
+from fedloom.config.values import LARGEST
 from fedloom.config.words import explain, shorten, shown
 from fedloom.core.errors import ConfigError, unknown
 

@@ -1,4 +1,4 @@
-"""The sections of the tree as strict pydantic models; defaults live here and nowhere else.
+"""The sections of the tree as strict pydantic models; defaults live here and in `scenarios.py` and nowhere else.
 
 Sections with a choice key (`name` or `kind`) are tagged unions: each choice knows its own options only, so
 an option that the choice cannot use is refused instead of ignored. Values come in as JSON (see
@@ -11,79 +11,35 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag
+from annotated_types import Ge, Le
+from pydantic import Field, PlainValidator, Tag
 
-# Upper bounds: numbers beyond them are slips of the hand. Training in 32 bits cannot use rates of 1e38, and lists
-# of trips, clients or stages would fill the memory before the first round.
-MOST, LARGEST, MOST_WORKERS = 10**6, 1e6, 256
-
-Count = Annotated[int, Ge(1), Le(MOST)]
-Natural = Annotated[int, Ge(0), Le(MOST)]
-Clients = Annotated[int, Ge(1), Le(10**7)]
-Threads = Annotated[int, Ge(1), Le(1024)]
-Stages = Annotated[int, Ge(1), Le(10_000)]
-Pixels = Annotated[int, Ge(1), Le(8192)]
-Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
-Positive = Annotated[float, Gt(0), Le(LARGEST)]
-NonNegative = Annotated[float, Ge(0), Le(LARGEST)]
-Fraction = Annotated[float, Ge(0), Le(1)]
-Share = Annotated[float, Gt(0), Le(1)]
-OpenFraction = Annotated[float, Gt(0), Lt(1)]
-Below1 = Annotated[float, Ge(0), Lt(1)]
-
-
-def _is_int(value: Any, low: int = 0, most: int = MOST) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= most
-
-
-def _index(key: Any) -> int:
-    """A key of a timetable: JSON has text for keys, Python may have numbers."""
-    if isinstance(key, str) and re.fullmatch(r"[0-9]{1,9}", key):
-        return int(key)
-    if _is_int(key):
-        return int(key)
-    raise ValueError
+from fedloom.config.scenarios import ClassIncremental, Dirichlet, PartitionSection, StreamSection
+from fedloom.config.values import (
+    MOST_WORKERS,
+    Below1,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    OpenFraction,
+    Pixels,
+    Positive,
+    Section,
+    Seed,
+    Threads,
+    choice_of,
+    count_or,
+    is_int,
+)
 
 
 def _cohort(value: Any) -> int | float:
-    if _is_int(value, 1, 10**7):
+    if is_int(value, 1, 10**7):
         return int(value)
     if isinstance(value, float) and math.isfinite(value) and 0 < value <= 1:
         return value
     raise ValueError("must be a count of at least 1 (an integer) or a fraction in (0, 1] (a number with a point)")
-
-
-def _count_or(*words: str, most: int = MOST) -> PlainValidator:
-    def check(value: Any) -> Any:
-        if value in words or _is_int(value, 1, most):
-            return value
-        bound = f"at most {most}" if _is_int(value, 1, value if isinstance(value, int) else 0) else "at least 1"
-        raise ValueError(f"must be {' or '.join(words)} or a whole number of {bound}")
-
-    return PlainValidator(check)
-
-
-def _class_order(value: Any) -> Any:
-    if value in ("seeded", "natural"):
-        return value
-    if isinstance(value, list) and value and all(_is_int(v) for v in value):
-        return value
-    raise ValueError("must be seeded, natural or a list of class ids")
-
-
-def _arrival(value: Any) -> Any:
-    if value in ("synchronous", "shifted", "per_client"):
-        return value
-    try:
-        found = {_index(c): {_index(s): t for s, t in row.items()} for c, row in value.items()}
-    except (AttributeError, TypeError, ValueError):
-        found = {0: {0: None}}
-    if all(_is_int(task) for row in found.values() for task in row.values()):
-        return found
-    raise ValueError(
-        "must be synchronous, shifted, per_client or a schedule {client: {stage: task}} of whole numbers from 0"
-    )
 
 
 def _failure(value: Any) -> str:
@@ -104,27 +60,13 @@ def _tracker(value: Any) -> None:
     raise ValueError("must be null: this version has no trackers")
 
 
-def choice_of(key: str, default: str, prefixes: tuple[str, ...] = ()) -> Discriminator:
-    """Discriminator on a choice key; `flwr:Name` falls under the tag `flwr:`."""
-
-    def tag(value: Any) -> str:
-        found = value.get(key, default) if isinstance(value, dict) else getattr(value, key, default)
-        return next((p for p in prefixes if isinstance(found, str) and found.startswith(p)), found)
-
-    return Discriminator(tag)
-
-
-class Section(BaseModel):
-    """Base: strict types, unknown keys refused, NaN and infinity refused, immutable."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
 class Data(Section):
     """Where examples come from. root: local mirror of hub repositories (else FEDLOOM_DATA, else the hub).
 
     image, label, config, train_split, test_split: columns, configuration and splits, detected when null.
-    image_size: resize images to squares. test_fraction: test part of data that come without a test split.
+    domain: the column of domain labels, `folders` for folder:PATH with one folder per domain and in it one per class,
+    `none` to ignore domains; null is what the catalogue says. image_size: resize images to squares.
+    test_fraction: test part of data that come without a test split.
     """
 
     name: str = "sklearn/digits"
@@ -133,83 +75,11 @@ class Data(Section):
     image_size: Pixels | None = None
     image: str | None = None
     label: str | None = None
+    domain: str | None = None
     config: str | None = None
     train_split: str | None = None
     test_split: str | None = None
     test_fraction: OpenFraction = 0.2
-
-
-class Static(Section):
-    """All classes from the start, one stage."""
-
-    kind: Literal["static"] = "static"
-
-
-class ClassIncremental(Section):
-    """Classes arrive task by task.
-
-    shift: how many stages late a client of a `shifted` arrival may be. stages: length of an explicit schedule,
-    by default up to its last entry.
-    """
-
-    kind: Literal["class_incremental"] = "class_incremental"
-    tasks: Annotated[Any, _count_or("coarse", "fine")] = 5
-    class_order: Annotated[Any, PlainValidator(_class_order)] = "seeded"
-    arrival: Annotated[Any, PlainValidator(_arrival)] = "synchronous"
-    shift: Stages = 1
-    stages: Stages | None = None
-
-
-class Iid(Section):
-    """Every client draws from the same distribution."""
-
-    kind: Literal["iid"] = "iid"
-    clients: Clients = 10
-
-
-class Dirichlet(Section):
-    """Shares of every class drawn from Dir(alpha); variants as in `fedloom.data.dirichlet`."""
-
-    kind: Literal["dirichlet"] = "dirichlet"
-    clients: Clients = 10
-    alpha: Positive = 0.5
-    min_size: Natural = 0
-    variant: Literal["balanced", "plain"] = "balanced"
-
-
-class QuantityLabel(Section):
-    """Every client holds alpha_q labels (or shards), by one of the three published rules."""
-
-    kind: Literal["quantity_label"] = "quantity_label"
-    clients: Clients = 10
-    alpha_q: Count = 2
-    qli_mode: Literal["niid_bench", "pilora_shards", "glfc_classes"] = "niid_bench"
-    shard_fraction: Share = 0.8
-
-
-class QuantitySkew(Section):
-    """Client sizes drawn from Dir(alpha), labels alike."""
-
-    kind: Literal["quantity_skew"] = "quantity_skew"
-    clients: Clients = 10
-    alpha: Positive = 0.5
-    min_size: Natural = 0
-
-
-class Shared(Section):
-    """Client i reads `per_client` examples by index, with overlap; any number of clients."""
-
-    kind: Literal["shared"] = "shared"
-    clients: Clients = 10
-    per_client: Count = 50
-
-
-class FlwrPartition(Section):
-    """A partitioner of flwr-datasets by class name; `options` go to its constructor."""
-
-    kind: Annotated[str, Field(pattern=r"^flwr:\w{1,100}$")]
-    clients: Clients = 10
-    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class Model(Section):
@@ -295,19 +165,6 @@ OptimizerSection = Annotated[
     Annotated[Sgd, Tag("sgd")] | Annotated[Adamw, Tag("adamw")],
     choice_of("name", "sgd"),
 ]
-StreamSection = Annotated[
-    Annotated[Static, Tag("static")] | Annotated[ClassIncremental, Tag("class_incremental")],
-    choice_of("kind", "class_incremental"),
-]
-PartitionSection = Annotated[
-    Annotated[Iid, Tag("iid")]
-    | Annotated[Dirichlet, Tag("dirichlet")]
-    | Annotated[QuantityLabel, Tag("quantity_label")]
-    | Annotated[QuantitySkew, Tag("quantity_skew")]
-    | Annotated[Shared, Tag("shared")]
-    | Annotated[FlwrPartition, Tag("flwr:")],
-    choice_of("kind", "dirichlet", ("flwr:",)),
-]
 
 
 class Training(Section):
@@ -336,7 +193,7 @@ class Engine(Section):
     name: str = "serial"
     runtime: Literal["grid", "simulation", "deployment"] | None = None
     device: Annotated[str, PlainValidator(_device)] = "auto"
-    workers: Annotated[Any, _count_or("auto", most=MOST_WORKERS)] = "auto"
+    workers: Annotated[Any, count_or("auto", most=MOST_WORKERS)] = "auto"
     threads: Threads = 1
     on_client_failure: Annotated[str, PlainValidator(_failure)] = "skip"
     min_replies: Count = 1
@@ -348,7 +205,7 @@ class Engine(Section):
 class Evaluate(Section):
     """every: `stage`, or a number of rounds (a stage's last round always counts). personal: clients' own views."""
 
-    every: Annotated[Any, _count_or("stage")] = "stage"
+    every: Annotated[Any, count_or("stage")] = "stage"
     personal: bool = True
 
 

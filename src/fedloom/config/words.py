@@ -180,7 +180,7 @@ def _unknown_key(loc: Loc, model: type[BaseModel], prefix: str, what: str) -> Co
     if spelt:
         hint = f" Did you mean '{near[siblings.index(spelt[0])]}'?"
     else:
-        hint = f" Did you mean '{leaves[0]}'?" if leaves else closest(dotted, known)
+        hint = f" Did you mean '{leaves[0]}'?" if leaves else closest(dotted, [k for k in known if k != dotted])
     return ConfigError(f"unknown {what} '{dotted}'.{hint} Known here: {', '.join(siblings) or 'none'}.")
 
 

@@ -11,10 +11,16 @@ import torch
 
 from fedloom.core import DataError
 from fedloom.core.errors import origin
-from fedloom.data.labels import index_labels
+from fedloom.data.labels import index_domains, index_labels
 from fedloom.data.source import Source, assemble
 
 CHANNELS = (1, 3, 4)
+FORMS = {  # number of arrays -> what they are
+    2: ("x", "y"),
+    3: ("x", "y", "domain"),
+    4: ("x_train", "y_train", "x_test", "y_test"),
+    6: ("x_train", "y_train", "domain_train", "x_test", "y_test", "domain_test"),
+}
 
 
 def from_arrays(
@@ -28,29 +34,40 @@ def from_arrays(
 ) -> Source:
     """Build a source from `(x, y)`, `(x_train, y_train, x_test, y_test)`, a torch dataset or a pair of them.
 
+    With domains: `(x, y, domain)` or `(x_train, y_train, domain_train, x_test, y_test, domain_test)`.
     x: [n, ...] arrays or tensors. Images are [n, channels, height, width], [n, height, width] (grey) or
     [n, height, width, channels]; 8-bit images are normalised by statistics of the train split, floats are used
-    as they are. y: [n] integers or text; other values than 0..C-1 are re-indexed with a note.
+    as they are. y: [n] integers or text; other values than 0..C-1 are re-indexed with a note. domain: [n] integers or
+    text, the domains' names.
     Raises `DataError` in words that name the part and the mend.
     """
     parts = _parts(data)
     _check_scalars(data, parts)
     if not all(len(part) for part in parts):
         raise DataError("data: the arrays are empty; give at least one example per split")
-    for x, y, split in zip(parts[::2], parts[1::2], ("train", "test"), strict=False):
-        if len(x) != len(y):
-            raise DataError(f"data: the {split} split has {len(x)} inputs but {len(y)} labels; make them equal")
+    width = 3 if len(parts) in (3, 6) else 2
+    columns = [parts[k::width] for k in range(width)]
+    _check_lengths(columns)
     notes: list[str] = []
-    xs = _inputs(parts[::2], notes)
-    y_train, y_test, names, changed = index_labels(parts[1], *parts[3:4], names=class_names)
+    xs = _inputs(columns[0], notes)
+    *ys, names, changed = index_labels(*columns[1], names=class_names)
+    *ds, domains, more = index_domains(*columns[2]) if width == 3 else ((), [])
+    splits = [tuple(column[i] for column in (xs, ys, ds) if column) for i in range(len(xs))]
     return assemble(
-        name, (xs[0], y_train), None if y_test is None else (xs[1], y_test), names,
-        test_fraction=test_fraction, split_seed=split_seed, notes=(*dict.fromkeys(notes), *changed), cache=cache,
+        name, splits[0], splits[1] if len(splits) > 1 else None, names, domain_names=domains,
+        test_fraction=test_fraction, split_seed=split_seed, notes=(*dict.fromkeys(notes), *changed, *more), cache=cache,
     )  # fmt: skip
 
 
+def _check_lengths(columns: Sequence[Sequence[np.ndarray]]) -> None:
+    for values, what in zip(columns[1:], ("labels", "domain labels"), strict=False):
+        for x, ids, split in zip(columns[0], values, ("train", "test"), strict=False):
+            if len(x) != len(ids):
+                raise DataError(f"data: the {split} split has {len(x)} inputs but {len(ids)} {what}; make them equal")
+
+
 def _check_scalars(data: Any, parts: Sequence[np.ndarray]) -> None:
-    names = ("x", "y") if len(parts) == 2 else ("x_train", "y_train", "x_test", "y_test")
+    names = FORMS[len(parts)]
     for name, part in zip(names, parts, strict=True):
         if part.ndim == 0:
             given = data if not isinstance(data, tuple | list) else data[names.index(name)]
@@ -62,10 +79,11 @@ def _parts(data: Any) -> list[Any]:
         return list(_stack(data))
     if isinstance(data, tuple | list) and len(data) == 2 and all(_is_dataset(d) for d in data):
         return [part for d in data for part in _stack(d)]
-    if isinstance(data, tuple | list) and len(data) in (2, 4):
+    if isinstance(data, tuple | list) and len(data) in FORMS:
         return [_array(part) for part in data]
     raise DataError(
-        "data must be (x, y), (x_train, y_train, x_test, y_test), a torch dataset or a (train, test) pair of them, "
+        "data must be (x, y), (x_train, y_train, x_test, y_test), either with domain after y, a torch dataset or a "
+        "(train, test) pair of them, "
         f"got {type(data).__name__}" + (f" of length {len(data)}" if isinstance(data, tuple | list) else "")
     )
 

@@ -14,12 +14,14 @@ class Entry:
 
     hub: repository on the Hugging Face hub. statistics: published (mean, std) per channel, else measured on the
     train split. test_split None: a fixed stratified part of the train split. granularity: named task counts.
+    domain: column of the domain labels, None for data without domains.
     """
 
     hub: str
     what: str
     image: str | None = None
     label: str | None = None
+    domain: str | None = None
     config: str | None = None
     train_split: str | None = "train"
     test_split: str | None = "test"
@@ -31,18 +33,23 @@ _CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 _CIFAR100 = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 _TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 
-BUNDLED = "sklearn/digits"
+DIGITS, DIGITS_DOMAINS = "sklearn/digits", "sklearn/digits-domains"
+BUNDLED = (DIGITS, DIGITS_DOMAINS)  # come with scikit-learn
 
 ENTRIES: Mapping[str, Entry] = {
     entry.hub: entry
     for entry in (
-        Entry(BUNDLED, "digits, 8x8 grey, 10 classes, ships with scikit-learn: no download", granularity=TEN),
+        Entry(DIGITS, "digits, 8x8 grey, 10 classes, ships with scikit-learn: no download", granularity=TEN),
         Entry(
-            "uoft-cs/cifar10", "CIFAR-10, 32x32 RGB, 10 classes", "img", "label", "plain_text",
+            DIGITS_DOMAINS, "the same digits in four domains: rotated, inverted, noisy, blurred; no download",
+            granularity=TEN,
+        ),
+        Entry(
+            "uoft-cs/cifar10", "CIFAR-10, 32x32 RGB, 10 classes", "img", "label", config="plain_text",
             statistics=_CIFAR10, granularity=TEN,
         ),
         Entry(
-            "uoft-cs/cifar100", "CIFAR-100, 32x32 RGB, 100 classes", "img", "fine_label", "cifar100",
+            "uoft-cs/cifar100", "CIFAR-100, 32x32 RGB, 100 classes", "img", "fine_label", config="cifar100",
             statistics=_CIFAR100, granularity={"coarse": 5, "fine": 10},
         ),
         Entry(
@@ -51,20 +58,24 @@ ENTRIES: Mapping[str, Entry] = {
         ),
         Entry(
             "wltjr1007/DomainNet", "DomainNet, six visual domains, RGB of many sizes, 345 classes", "image", "label",
-            granularity={"coarse": 5, "fine": 10},
+            "domain", granularity={"coarse": 5, "fine": 10},
         ),
-        Entry("ylecun/mnist", "MNIST digits, 28x28 grey, 10 classes", "image", "label", "mnist", granularity=TEN),
+        Entry(
+            "ylecun/mnist", "MNIST digits, 28x28 grey, 10 classes", "image", "label", config="mnist", granularity=TEN
+        ),
         Entry(
             "zalando-datasets/fashion_mnist", "Fashion-MNIST, 28x28 grey, 10 classes", "image", "label",
-            "fashion_mnist", granularity=TEN,
+            config="fashion_mnist", granularity=TEN,
         ),
         Entry(
             "ufldl-stanford/svhn", "street view house numbers, 32x32 RGB, 10 classes", "image", "label",
-            "cropped_digits", granularity=TEN,
+            config="cropped_digits", granularity=TEN,
         ),
         Entry("flwrlabs/usps", "USPS digits, 16x16 grey, 10 classes", "image", "label", granularity=TEN),
         Entry("Mike0307/MNIST-M", "MNIST-M digits on photographs, 32x32 RGB", "image", "label", granularity=TEN),
-        Entry("flwrlabs/pacs", "PACS, four visual domains, RGB, 7 classes", "image", "label", test_split=None),
+        Entry(
+            "flwrlabs/pacs", "PACS, four visual domains, RGB, 7 classes", "image", "label", "domain", test_split=None
+        ),
     )
 }  # fmt: skip
 
@@ -77,6 +88,11 @@ def catalogue() -> list[tuple[str, str]]:
     return [
         *known,
         ("OWNER/NAME", "any image data set of the hub, or of the mirror that data.root names"),
-        ("folder:PATH", "image folder, one subfolder per class, optionally under train/ and test/"),
+        (
+            "folder:PATH",
+            "image folder, one subfolder per class, optionally under train/ and test/; data.domain=folders: "
+            "one subfolder per domain, in it one per class",
+        ),
         ("parquet:PATH", "parquet file or folder with a label column and an image column or numeric columns"),
+        ("domains:NAME,NAME", "data sets of the same classes as the domains of one, such as domains:mnist,usps"),
     ]

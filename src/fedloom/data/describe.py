@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedloom.data.plan import Plan
 
 LISTED = 1000  # clients written out; beyond, a sample stands for them
@@ -18,9 +20,10 @@ def spread(count: int, most: int) -> Sequence[int]:
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """Rule, tasks and, per stage and client, the task, the size and the examples per class id.
+    """Rule, tasks and, per stage and client, the task, the size and the examples per class id and per domain id.
 
-    With more than 1,000 clients only the rule and 100 clients at even distances are written; `complete` says so.
+    Domains are told of where the data have any. With more than 1,000 clients only the rule and 100 clients at even
+    distances are written; `complete` says so.
     """
     complete = plan.num_clients <= LISTED
     clients = range(plan.num_clients) if complete else spread(plan.num_clients, SAMPLE)
@@ -30,15 +33,23 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint(),
         "rule": _plain(plan.rule),
         "class_names": list(plan.source.class_names),
+        **({"domain_names": list(plan.domains)} if plan.domains else {}),
         "tasks": [list(task) for task in plan.tasks],
+        **({"task_domains": [list(domains) for domains in plan.task_domains]} if plan.domains else {}),
         "clients": plan.num_clients,
         "complete": complete,
         "clients_listed": list(clients),
         "train_examples": len(plan.source.y_train),
         "test_examples_per_task": [len(plan.test(t)) for t in range(len(plan.tasks))],
+        **({"test_examples_per_task_and_domain": _test_examples(plan)} if plan.domains else {}),
         "stages": [_stage(plan, s, clients) for s in range(plan.num_stages)],
         "notes": list(plan.notes),
     }
+
+
+def _test_examples(plan: Plan) -> list[dict[str, int]]:
+    """Per task, the test examples of each of its domains by id."""
+    return [{str(d): len(plan.test(task, d)) for d in own} for task, own in enumerate(plan.task_domains)]
 
 
 def _stage(plan: Plan, index: int, clients: Sequence[int]) -> dict[str, Any]:
@@ -47,6 +58,7 @@ def _stage(plan: Plan, index: int, clients: Sequence[int]) -> dict[str, Any]:
         "stage": index,
         "classes": list(stage.classes),
         "seen": list(stage.seen),
+        **({"domains": list(stage.domains), "seen_domains": list(stage.seen_domains)} if plan.domains else {}),
         "participants": len(plan.participants(index)),
         "clients": {str(c): _client(plan, c, index) for c in clients},
     }
@@ -54,12 +66,16 @@ def _stage(plan: Plan, index: int, clients: Sequence[int]) -> dict[str, Any]:
 
 def _client(plan: Plan, client: int, stage: int) -> dict[str, Any]:
     counts = plan.stage_counts(client, stage)
-    held = counts.nonzero().flatten().tolist()
-    return {
+    found = {
         "task": plan.task_of(client, stage),
         "examples": plan.size(client, stage),
-        "classes": {str(c): int(counts[c]) for c in held},
+        "classes": _by_id(counts.sum(0)),
     }
+    return {**found, "domains": _by_id(counts.sum(1))} if plan.domains else found
+
+
+def _by_id(counts: Tensor) -> dict[str, int]:
+    return {str(k): int(counts[k]) for k in counts.nonzero().flatten().tolist()}
 
 
 def _plain(value: Any) -> Any:

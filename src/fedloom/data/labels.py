@@ -1,4 +1,4 @@
-"""Raw labels of any kind -> class ids 0 .. C-1 and class names."""
+"""Raw labels of any kind -> ids 0 .. C-1 and names, of classes and of domains."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def index_labels(
     integers with gaps are re-indexed in sorted order, over the labels of both splits.
     Raises `DataError` naming the first label that cannot be used.
     """
-    parts = [_plain(part, where) for part in (train, test) if part is not None]
-    if len(parts) == 2 and (parts[0].dtype.kind == "U") != (parts[1].dtype.kind == "U"):
-        raise DataError(f"{where} of the train split and of the test split must be of one kind, text or integers")
+    parts = _parts(train, test, where)
     notes: list[str] = []
     if names is not None:
         for part in parts:
@@ -42,6 +40,39 @@ def index_labels(
         notes.append(f"{len(absent)} classes have no training example: {shown}")
     ids = [part.astype(np.int64) for part in out]
     return ids[0], ids[1] if len(ids) == 2 else None, class_names, notes
+
+
+def index_domains(
+    train: Any, test: Any | None = None, names: Sequence[str] | None = None, *, where: str = "domain labels"
+) -> tuple[np.ndarray, np.ndarray | None, tuple[str, ...], list[str]]:
+    """Domain ids (int64) of both splits, names of the domains that occur, and notes on splits that lack one.
+
+    names: known domain names; labels must then be integers in 0 .. len(names)-1. Ids follow their order, without
+    names the sorted order of the labels. A domain without any example is left out.
+    Raises `DataError` naming the first label that cannot be used.
+    """
+    parts = _parts(train, test, where)
+    for part in parts:
+        empty = np.flatnonzero(np.char.strip(part) == "") if part.dtype.kind == "U" else ()
+        if len(empty):
+            raise DataError(f"{where} must name a domain, got an empty text at position {empty[0]}; fill or drop it")
+        if names is not None:
+            _check_range(part, len(names), where)
+    found = np.unique(np.concatenate(parts))
+    shown = tuple(str(v) if names is None else str(names[v]) for v in found)
+    ids = [np.searchsorted(found, part).astype(np.int64) for part in parts]
+    notes = []
+    for split, part in zip(("train", "test"), ids, strict=False):
+        absent = sorted(set(range(len(found))) - set(np.unique(part).tolist()))
+        notes += [f"domain '{shown[d]}' has no {split} example" for d in absent]
+    return ids[0], ids[1] if len(ids) == 2 else None, shown, notes
+
+
+def _parts(train: Any, test: Any | None, where: str) -> list[np.ndarray]:
+    parts = [_plain(part, where) for part in (train, test) if part is not None]
+    if len(parts) == 2 and (parts[0].dtype.kind == "U") != (parts[1].dtype.kind == "U"):
+        raise DataError(f"{where} of the train split and of the test split must be of one kind, text or integers")
+    return parts
 
 
 def _plain(raw: Any, where: str) -> np.ndarray:

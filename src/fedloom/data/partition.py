@@ -1,8 +1,11 @@
-"""Partitions: the labels of one task -> which client holds which example. One frozen dataclass per rule."""
+"""Partitions: the labels of one task -> which client holds which example. One frozen dataclass per rule.
+
+Rules over domains are in `fedloom.data.domains`; all others ignore the domains of the data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -12,6 +15,7 @@ from fedloom.core import ConfigError, DataError
 from fedloom.core.errors import closest, unknown
 from fedloom.core.seeds import seed_for
 from fedloom.data.dirichlet import Dirichlet, from_owners, repair
+from fedloom.data.domains import ByDomain, Claimed, DirichletDomain, KDomains, Single
 from fedloom.data.flower_partition import FlowerPartition
 from fedloom.data.parts import Listed, Parts, Windows
 from fedloom.data.quantity_label import QuantityLabel
@@ -91,11 +95,18 @@ KINDS: Mapping[str, type[Any]] = {
     "quantity_label": QuantityLabel,
     "quantity_skew": QuantitySkew,
     "shared": Shared,
+    "k_domains": KDomains,
+    "dirichlet_domain": DirichletDomain,
+    "single": Single,
 }
 FLOWER = "flwr:"
 
 
-def make_partition(kind: str, options: Mapping[str, Any]) -> tuple[Partition, list[str]]:
+Rule = Partition | ByDomain
+OfTask = Callable[[np.ndarray], Partition]
+
+
+def make_partition(kind: str, options: Mapping[str, Any]) -> tuple[Rule, list[str]]:
     """The rule of that name with its options (None: default), and notes on options that it does not use.
 
     Raises `ConfigError` for an unknown kind, an option that no kind knows, and values out of range.
@@ -118,6 +129,26 @@ def _unused(kind: str, names: list[str]) -> list[str]:
     return [f"partition.{name} is not used by the kind '{kind}'" for name in names]
 
 
+def on_domains(
+    rule: Rule, domains: np.ndarray | None, names: Sequence[str], clients: int, seed: int
+) -> tuple[OfTask, list[str]]:
+    """Rows of a task -> the rule for it, and notes; what rules over domains draw once for all tasks is drawn here.
+
+    domains: domain of every training example, int64, with their names. Raises `DataError` where a rule needs them and
+    there are none.
+    """
+    if not isinstance(rule, ByDomain):
+        return lambda rows: rule, []
+    if domains is None or not names:
+        kind = next(name for name, known in KINDS.items() if isinstance(rule, known))
+        raise DataError(
+            f"partition.kind '{kind}' deals out domains, but the data have no domain labels; name their column with "
+            "data.domain, or take a kind without domains, such as dirichlet"
+        )
+    claims, notes = rule.claims(clients, names, seed)
+    return lambda rows: Claimed(rule, claims, domains[rows]), notes
+
+
 def partition_task(
     rule: Partition, labels: np.ndarray, rows: np.ndarray, clients: int, *, seed: int, task: int
 ) -> tuple[Parts, list[str]]:
@@ -132,7 +163,7 @@ def partition_task(
     return Listed(rows[parts.order], parts.bounds), notes
 
 
-def check_clients(rule: Partition, clients: int, examples: int) -> None:
+def check_clients(rule: Rule, clients: int, examples: int) -> None:
     """Raise unless there are clients, and at least one example for each where examples are not shared."""
     at_least("partition.clients", clients, 1)
     if clients > examples and not rule.overlaps:

@@ -1,4 +1,4 @@
-"""The picture of a data plan: who holds which classes, and when."""
+"""The picture of a data plan: who holds which classes and domains, and when."""
 
 from __future__ import annotations
 
@@ -25,36 +25,44 @@ RAMP = ("#3b4cc0", "#2a7fb8", "#2a9d8f", "#7fb069", "#e0a526", "#e76f51", "#b530
 
 
 def draw_plan(plan: Plan, path: Path) -> Path:
-    """Write a PNG: left, examples of every class on every client; middle, the timetable; right, sizes.
+    """Write a PNG: from the left, examples of every class on every client, of every domain, the timetable, sizes.
 
-    The timetable is left out where all clients are in step. A colour is a task; its strength is the share of the
-    largest cell, with a scale where the cells are too many to hold numbers. Of more than 100 clients, 100 at even
-    distances are shown.
+    Domains are left out where the data have none, the timetable where all clients are in step. A colour is a task,
+    ink is all tasks; its strength is the share of the largest cell, with a scale where the cells are too many to hold
+    numbers. Of more than 100 clients, 100 at even distances are shown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     clients = spread(plan.num_clients, MOST_CLIENTS)
-    order = [c for task in plan.tasks for c in task]
-    counts = _counts(plan, clients)[:, order]
-    colours = _colours(len(plan.tasks))
-    widths = _widths(len(order), plan.num_stages)
-    timed = _has_timetable(plan)
-    if not timed:
-        widths.pop(1)
+    groups = (tuple(range(plan.num_classes)),) if _by_domain(plan) else plan.tasks
+    order = [c for group in groups for c in group]
+    counts, colours = _counts(plan, clients), _colours(len(plan.tasks))
+    classes = counts.sum(1)[:, order]
+    panels = [min(9.0, max(3.2, 0.3 * len(order)))]
+    panels += [min(6.0, max(1.6, 0.45 * len(plan.domains)))] if plan.domains else []
+    panels += [min(4.5, max(0.8, 0.36 * plan.num_stages))] if _has_timetable(plan) else []
+    panels += [1.5]
     height = 2.1 + min(8.0, max(1.0, 0.8 + 0.26 * len(clients)))
-    figure = Figure(figsize=(sum(widths) + 2.2, height), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(sum(panels) + 2.2, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
-    _draw_classes(axes[0], plan, clients, counts, order, colours)
-    if timed:
-        _draw_timetable(axes[1], plan, clients, colours)
+    axes = list(figure.subplots(1, len(panels), sharey=True, width_ratios=panels))
+    _draw_classes(axes[0], plan, clients, classes, groups, colours)
+    if plan.domains:
+        _draw_domains(axes[1], plan, clients, counts.sum(2), colours)
+    if _has_timetable(plan):
+        _draw_timetable(axes[-2], plan, clients, colours)
     _draw_sizes(axes[-1], plan, clients, colours)
     if not _numbered(order, clients):
-        _draw_scale(figure, list(axes), int(counts.max()))
+        _draw_scale(figure, axes, int(classes.max()))
     figure.suptitle(_title(plan, len(clients)), x=0.01, ha="left", fontsize=11, color=INK, linespacing=1.5)
     figure.savefig(path, dpi=130)
     return path
+
+
+def _by_domain(plan: Plan) -> bool:
+    """Whether domains arrive one after another, and all classes with each."""
+    return bool(plan.rule["stream"]["kind"] == "domain_incremental")
 
 
 def _has_timetable(plan: Plan) -> bool:
@@ -90,12 +98,9 @@ def _draw_scale(figure: Any, axes: list[Any], most: int) -> None:
 
 
 def _counts(plan: Plan, clients: Sequence[int]) -> np.ndarray:
+    """Examples held in the end, int64 [clients, domains, classes]; one domain where the data have none."""
     last = plan.num_stages - 1
-    return np.stack([plan.label_counts(c, last).numpy() for c in clients])
-
-
-def _widths(classes: int, stages: int) -> list[float]:
-    return [min(9.0, max(3.2, 0.3 * classes)), min(4.5, max(0.8, 0.36 * stages)), 1.5]
+    return np.stack([plan.domain_counts(c, last).numpy() for c in clients])
 
 
 def _colours(tasks: int) -> np.ndarray:
@@ -114,55 +119,85 @@ def _title(plan: Plan, shown: int) -> str:
     when = "" if stream["kind"] == "static" else f" · {ARRIVALS.get(arrival, 'explicit schedule')}"
     options = ", ".join(f"{k} {v}" for k, v in partition.items() if v and k not in ("kind", "clients", "name"))
     how = partition["kind"] + (f" ({options})" if options else "")
-    first = f"{plan.source.name} · {who} · {plan.num_classes} classes in {tasks}{when}"
+    what = f"{plan.num_classes} classes in {tasks}"
+    if plan.domains:
+        many = f"{len(plan.domains)} domain{'s' * (len(plan.domains) > 1)}"
+        what = f"{plan.num_classes} classes · {many} in {tasks}" if _by_domain(plan) else f"{what} · {many}"
+    first = f"{plan.source.name} · {who} · {what}{when}"
     return f"{first}\npartition: {how} · seed {plan.seed}"
 
 
 def _draw_classes(
-    axis: Any, plan: Plan, clients: Sequence[int], counts: np.ndarray, order: Sequence[int], colours: np.ndarray
+    axis: Any, plan: Plan, clients: Sequence[int], counts: np.ndarray, groups: Sequence[Sequence[int]], colours: Any
 ) -> None:
-    hue = np.repeat(colours, [len(t) for t in plan.tasks], axis=0)[None]
-    strength = _strength(counts, int(counts.max()))[..., None]
-    axis.imshow(_over_paper(hue, strength), aspect="auto", interpolation="nearest")
-    _grid(axis, len(order), len(clients))
-    edges = np.cumsum([len(t) for t in plan.tasks])
+    order = [c for group in groups for c in group]
+    hues = np.array([_ink()]) if len(groups) < len(plan.tasks) else colours
+    _draw_held(axis, clients, counts, np.repeat(hues, [len(g) for g in groups], axis=0))
+    edges = np.cumsum([len(g) for g in groups])
     for edge in edges[:-1]:
         axis.axvline(edge - 0.5, color="white", linewidth=2.5)
-    if _numbered(order, clients):
-        _write_counts(axis, counts, strength[..., 0])
-    names = [plan.source.class_names[c] for c in order]
     if len(order) <= 40:
-        rotation = 0 if max(map(len, names)) <= 2 else 60
-        place = {"ha": "right", "rotation_mode": "anchor"} if rotation else {}
-        axis.set_xticks(range(len(order)), names, rotation=rotation, fontsize=8, **place)
+        _name_columns(axis, [plan.source.class_names[c] for c in order])
     else:
         axis.set_xticks([])
-    axis.set_xlabel("class, in order of arrival" if len(plan.tasks) > 1 else "class", color=INK)
+    axis.set_xlabel("class, in order of arrival" if len(groups) > 1 else "class", color=INK)
     axis.set_ylabel("client", color=INK)
     _client_ticks(axis, clients)
-    _name_tasks(axis, plan, edges, colours)
+    if len(groups) > 1:
+        word = "task " if len(groups) <= 6 and plan.num_classes >= 10 else ""
+        _name_tasks(axis, edges - np.array([len(g) for g in groups]) / 2 - 0.5, word, colours)
+    else:
+        axis.set_title("examples held", fontsize=9, color=FAINT, loc="left", pad=16 if len(plan.tasks) > 1 else 6)
     _plain(axis)
     axis.tick_params(axis="y", labelleft=True)
 
 
-def _name_tasks(axis: Any, plan: Plan, edges: np.ndarray, colours: np.ndarray) -> None:
-    if len(plan.tasks) == 1:
-        axis.set_title("examples held", fontsize=9, color=FAINT, loc="left")
-        return
-    word = "task " if len(plan.tasks) <= 6 and len(edges) and plan.num_classes >= 10 else ""
-    for task, edge in enumerate(edges):
-        middle = edge - len(plan.tasks[task]) / 2 - 0.5
-        label = f"{word}{task}"
+def _draw_domains(axis: Any, plan: Plan, clients: Sequence[int], counts: np.ndarray, colours: np.ndarray) -> None:
+    arriving = _by_domain(plan)
+    order = [d for (d,) in plan.task_domains] if arriving else list(range(len(plan.domains)))
+    hues = colours if arriving else np.repeat(np.array([_ink()]), len(order), axis=0)
+    _draw_held(axis, clients, counts[:, order], hues)
+    if len(order) <= 40:
+        _name_columns(axis, [plan.domains[d] for d in order])
+    else:
+        axis.set_xticks([])
+    axis.set_xlabel("domain, in order of arrival" if arriving else "domain", color=INK)
+    if arriving and len(order) <= 30:
+        _name_tasks(axis, np.arange(len(order)), "", colours)
+    else:
+        held = "examples held" if _numbered(order, clients) else f"up to {int(counts.max()):,} held"
+        axis.set_title(held, fontsize=9, color=FAINT, loc="left", pad=16 if len(plan.tasks) > 1 else 6)
+    _plain(axis)
+
+
+def _draw_held(axis: Any, clients: Sequence[int], counts: np.ndarray, hues: np.ndarray) -> None:
+    """Cells of clients and columns: hues [columns, 3], as strong as the counts [clients, columns] say."""
+    cells = _over_paper(hues[None], _strength(counts, int(counts.max()))[..., None])
+    axis.imshow(cells, aspect="auto", interpolation="nearest")
+    _grid(axis, counts.shape[1], len(clients))
+    if _numbered(range(counts.shape[1]), clients):
+        _write_counts(axis, counts, cells)
+
+
+def _name_columns(axis: Any, names: Sequence[str]) -> None:
+    rotation = 0 if max(map(len, names)) <= 2 else 60
+    place = {"ha": "right", "rotation_mode": "anchor"} if rotation else {}
+    axis.set_xticks(range(len(names)), names, rotation=rotation, fontsize=8, **place)
+
+
+def _name_tasks(axis: Any, middles: np.ndarray, word: str, colours: np.ndarray) -> None:
+    for task, middle in enumerate(middles):
         axis.annotate(
-            label, (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
-            ha="center", va="bottom", fontsize=9, color=colours[task], fontweight="bold",
+            f"{word}{task}", (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, 4),
+            textcoords="offset points", ha="center", va="bottom", fontsize=9, color=colours[task], fontweight="bold",
         )  # fmt: skip
     axis.set_title("task" if not word else "", fontsize=9, color=FAINT, loc="left", pad=16)
 
 
-def _write_counts(axis: Any, counts: np.ndarray, strength: np.ndarray) -> None:
+def _write_counts(axis: Any, counts: np.ndarray, cells: np.ndarray) -> None:
+    light = cells @ np.array([0.299, 0.587, 0.114])  # as bright as the eye finds red, green and blue
     for row, column in zip(*np.nonzero(counts), strict=True):
-        ink = "white" if strength[row, column] > 0.72 else INK
+        ink = INK if light[row, column] > 0.52 else "white"
         axis.text(column, row, str(counts[row, column]), ha="center", va="center", fontsize=6.5, color=ink)
 
 
@@ -205,6 +240,12 @@ def _draw_sizes(axis: Any, plan: Plan, clients: Sequence[int], colours: np.ndarr
     axis.tick_params(axis="x", labelsize=8)
     axis.set_title("in all", fontsize=9, color=FAINT, loc="left", pad=16 if len(plan.tasks) > 1 else 6)
     _plain(axis)
+
+
+def _ink() -> tuple[float, float, float]:
+    from matplotlib.colors import to_rgb
+
+    return to_rgb(INK)
 
 
 def _over_paper(hue: np.ndarray, strength: np.ndarray) -> np.ndarray:

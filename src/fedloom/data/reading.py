@@ -9,15 +9,20 @@ from fedloom.core import DataError
 from fedloom.core.errors import closest
 from fedloom.data.images import Size
 
+FOLDERS, NO_DOMAINS = "folders", "none"  # words of data.domain
 TEST_NAMES = ("test", "valid", "validation", "val", "dev")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Columns and splits to use (None: detect), image size (None: as stored), and how a missing test split is taken."""
+    """Columns and splits to use (None: detect), image size (None: as stored), and how a missing test split is taken.
+
+    domain: a column, `FOLDERS` (the first level of folders) or `NO_DOMAINS`; None: the data have no domains.
+    """
 
     image: str | None = None
     label: str | None = None
+    domain: str | None = None
     config: str | None = None
     train_split: str | None = None
     test_split: str | None = None

@@ -1,4 +1,4 @@
-"""A data set in memory: stored inputs, class ids, names and statistics."""
+"""A data set in memory: stored inputs, class ids, domain ids, names and statistics."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from fedloom.core.seeds import seed_for
 from fedloom.data.cache import Cache, default_folder
 
 FIELDS = ("x_train", "y_train", "x_test", "y_test")
+DOMAINS = ("domains_train", "domains_test")
+
+Split = tuple[np.ndarray, ...]  # stored inputs, class ids and, where the data have domains, domain ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,7 @@ class Source:
 
     x_*: uint8 [n, channels, height, width] for images, float32 otherwise; y_*: int64 [n], ids of `class_names`.
     mean, std: per channel, of inputs scaled to [0, 1]; empty where inputs are used as they are.
-    fingerprint: SHA-256 of tensors, class names and statistics. granularity: task counts by name ("coarse", "fine").
+    fingerprint: SHA-256 of tensors, names and statistics. granularity: task counts by name ("coarse", "fine").
     domains_train, domains_test: int64 [n], ids of `domain_names`; None and empty where the data have no domains.
     notes: sentences on what was changed while reading. cache: folder for hand-over to other processes.
 
@@ -59,14 +62,21 @@ class Source:
         """Shape of one stored input."""
         return tuple(self.x_train.shape[1:])
 
+    def without_domains(self) -> Source:
+        """The same examples as data that have no domains."""
+        plain = replace(self, domains_train=None, domains_test=None, domain_names=())
+        return self if self.domains_train is None else replace(plain, fingerprint=_fingerprint(plain))
+
     def save(self) -> bool:
         """Write the tensors to the content cache unless they are there; False where it cannot be written."""
         store = Cache(self.cache or default_folder())
         return store.read(self.fingerprint) is not None or store.write(self.fingerprint, *self._content())
 
     def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        arrays = {name: getattr(self, name).numpy() for name in FIELDS}
-        return arrays, {"class_names": list(self.class_names), "mean": list(self.mean), "std": list(self.std)}
+        names = FIELDS if self.domains_train is None else (*FIELDS, *DOMAINS)
+        arrays = {name: getattr(self, name).numpy() for name in names}
+        meta = {"class_names": list(self.class_names), "mean": list(self.mean), "std": list(self.std)}
+        return arrays, meta if self.domains_train is None else meta | {"domain_names": list(self.domain_names)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         extra = {"name": self.name, "granularity": dict(self.granularity), "notes": self.notes, "cache": self.cache}
@@ -77,9 +87,13 @@ class Source:
 
 
 def _from_arrays(fingerprint: str, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], extra: Any) -> Source:
-    tensors = {name: torch.from_numpy(arrays[name]) for name in FIELDS}
-    names, mean, std = (tuple(meta[k]) for k in ("class_names", "mean", "std"))
-    return Source(**tensors, class_names=names, mean=mean, std=std, fingerprint=fingerprint, **extra)
+    tensors = {name: torch.from_numpy(arrays[name]) for name in _fields(meta)}
+    about = {name: tuple(values) for name, values in meta.items()}
+    return Source(**tensors, **about, fingerprint=fingerprint, **extra)
+
+
+def _fields(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*FIELDS, *DOMAINS) if "domain_names" in meta else FIELDS
 
 
 def _from_cache(fingerprint: str, folder: str, extra: Any) -> Source:
@@ -95,17 +109,18 @@ def restore(fingerprint: str, store: Cache, **extra: Any) -> Source | None:
     extra: `name`, `granularity`, `notes`, `cache` of the source.
     """
     found = store.read(fingerprint)
-    if found is None or any(name not in found[0] for name in FIELDS):
+    if found is None or any(name not in found[0] for name in _fields(found[1])):
         return None
     return _from_arrays(fingerprint, *found, extra)
 
 
 def assemble(
     name: str,
-    train: tuple[np.ndarray, np.ndarray],
-    test: tuple[np.ndarray, np.ndarray] | None,
+    train: Split,
+    test: Split | None,
     class_names: Sequence[str],
     *,
+    domain_names: Sequence[str] = (),
     statistics: tuple[Sequence[float], Sequence[float]] | None = None,
     test_fraction: float = 0.2,
     split_seed: int = 0,
@@ -114,24 +129,27 @@ def assemble(
 ) -> Source:
     """Check both splits, split off a test set where none is given, take statistics and the fingerprint.
 
-    train, test: (stored inputs, class ids). statistics: (mean, std), measured on the train split when None.
-    Raises `DataError` for empty or unequal splits and for NaN or infinite inputs.
+    train, test: (stored inputs, class ids) or (stored inputs, class ids, domain ids); a split that is taken off holds
+    the same share of every class, and with domains of every class of every domain. statistics: (mean, std), measured
+    on the train split when None. Raises `DataError` for empty or unequal splits and for NaN or infinite inputs.
     """
-    for split, pair in (("train", train), ("test", test)):
-        if pair is not None:
-            _check(name, split, *pair)
+    for split, part in (("train", train), ("test", test)):
+        if part is not None:
+            _check(name, split, *part)
     if test is None:
-        train, test = stratified_split(*train, fraction=test_fraction, seed=split_seed, where=name)
+        taken = held_out(*train[1:], fraction=test_fraction, seed=split_seed, where=name)
+        train, test = tuple(part[~taken] for part in train), tuple(part[taken] for part in train)
     if train[0].shape[1:] != test[0].shape[1:]:
         raise DataError(
             f"data '{name}': train inputs have shape {train[0].shape[1:]} and test inputs {test[0].shape[1:]}; "
             "give both the same shape (data.image_size resizes images)"
         )
-    tensors = dict(zip(FIELDS, map(_tensor, (*train, *test)), strict=True))
+    fields = (*FIELDS[:2], DOMAINS[0], *FIELDS[2:], DOMAINS[1]) if domain_names else FIELDS
+    tensors = dict(zip(fields, map(_tensor, (*train, *test)), strict=True))
     mean, std = measure(tensors["x_train"]) if statistics is None else statistics
     source = Source(
         name=name, **tensors, class_names=tuple(class_names), mean=tuple(map(float, mean)), std=tuple(map(float, std)),
-        fingerprint="", notes=tuple(notes), **extra,
+        fingerprint="", domain_names=tuple(domain_names), notes=tuple(notes), **extra,
     )  # fmt: skip
     return replace(source, fingerprint=_fingerprint(source))
 
@@ -141,9 +159,12 @@ def _tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _check(name: str, split: str, x: np.ndarray, y: np.ndarray) -> None:
-    if len(x) != len(y):
-        raise DataError(f"data '{name}': the {split} split has {len(x)} inputs but {len(y)} labels; make them equal")
+def _check(name: str, split: str, x: np.ndarray, *ids: np.ndarray) -> None:
+    for what, values in zip(("labels", "domain labels"), ids, strict=False):
+        if len(x) != len(values):
+            raise DataError(
+                f"data '{name}': the {split} split has {len(x)} inputs but {len(values)} {what}; make them equal"
+            )
     if len(x) == 0:
         raise DataError(f"data '{name}': the {split} split is empty; it needs at least one example")
     if x.dtype.kind == "f":
@@ -155,24 +176,24 @@ def _check(name: str, split: str, x: np.ndarray, y: np.ndarray) -> None:
             )
 
 
-def stratified_split(
-    x: np.ndarray, y: np.ndarray, *, fraction: float, seed: int, where: str
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Take `fraction` of every class as the test split; a class keeps at least one training example.
+def held_out(y: np.ndarray, domains: np.ndarray | None = None, *, fraction: float, seed: int, where: str) -> np.ndarray:
+    """bool [n]: the test split, `fraction` of every class (of every domain); each keeps a training example.
 
     The draw depends on `seed` alone, never on the seed of a run: all runs are tested on the same examples.
     """
     if not 0 < fraction < 1:
         raise DataError(f"data.test_fraction must be in (0, 1), got {fraction}")
     rng = np.random.default_rng(seed_for(seed, "test-split"))
-    test_mask = np.zeros(len(y), dtype=bool)
-    for label in np.unique(y):
-        rows = np.flatnonzero(y == label)
+    taken = np.zeros(len(y), dtype=bool)
+    cells = y if domains is None else domains * (y.max() + 1) + y
+    for cell in np.unique(cells):
+        rows = np.flatnonzero(cells == cell)
         count = min(max(1, round(fraction * len(rows))), len(rows) - 1)
-        test_mask[rng.permutation(rows)[:count]] = True
-    if not test_mask.any():
-        raise DataError(f"data '{where}' has one example per class, so no test split can be taken; pass one")
-    return (x[~test_mask], y[~test_mask]), (x[test_mask], y[test_mask])
+        taken[rng.permutation(rows)[:count]] = True
+    if not taken.any():
+        cell = "class" if domains is None else "class and domain"
+        raise DataError(f"data '{where}' has one example per {cell}, so no test split can be taken; pass one")
+    return taken
 
 
 def measure(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

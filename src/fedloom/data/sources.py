@@ -17,16 +17,17 @@ from fedloom.core import DataError
 from fedloom.core.errors import unknown
 from fedloom.data.arrays import from_arrays
 from fedloom.data.cache import Cache, default_folder, digest
-from fedloom.data.catalogue import ALIASES, BUNDLED, ENTRIES, Entry
-from fedloom.data.images import channels_of, decode, to_size
-from fedloom.data.labels import index_labels
-from fedloom.data.reading import TEST_NAMES, Reading
-from fedloom.data.source import Source, assemble, restore
+from fedloom.data.catalogue import ALIASES, BUNDLED, DIGITS, ENTRIES, Entry
+from fedloom.data.folders import list_folder, source_from_folder
+from fedloom.data.images import to_size
+from fedloom.data.reading import FOLDERS, NO_DOMAINS, TEST_NAMES, Reading
+from fedloom.data.renderings import RENDERINGS, rendered
+from fedloom.data.source import Source, assemble, held_out, restore
 from fedloom.data.tables import Table, read_parquet, source_from_tables, split_files
+from fedloom.data.union import domain_names, union
 
 PATIENCE = 5.0  # seconds for the first word of the hub
 VERSION = 1  # of the decoding; part of every key, so that tensors of an older decoding are never served
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 
 
 def load_source(
@@ -36,6 +37,7 @@ def load_source(
     cache: str | Path | None = None,
     image: str | None = None,
     label: str | None = None,
+    domain: str | None = None,
     config: str | None = None,
     train_split: str | None = None,
     test_split: str | None = None,
@@ -46,33 +48,56 @@ def load_source(
     """Load a data set.
 
     name: a name of the catalogue or of the hub ("uoft-cs/cifar100"), "folder:PATH", "parquet:PATH",
-    "stored:FINGERPRINT" (see `store_source`), or arrays, tensors or torch datasets (see `from_arrays`).
+    "domains:NAME,NAME" (data sets that are the domains of one), "stored:FINGERPRINT" (see `store_source`), or arrays,
+    tensors or torch datasets (see `from_arrays`).
     root: local mirror of hub repositories, `FEDLOOM_DATA` by default; without one the hub and its cache are used.
     cache: folder of decoded tensors, `FEDLOOM_CACHE` or `~/.cache/fedloom` by default.
     image, label, config, train_split, test_split: columns, configuration and splits; detected when None.
-    image_size: resize images. test_fraction, split_seed: the test part of data without a test split.
+    domain: the column of domain labels, "folders" for folder:PATH whose first level is the domain and whose second
+    the class, "none" to ignore domains; None is what the catalogue says. image_size: resize images.
+    test_fraction, split_seed: the test part of data without a test split.
     Raises `DataError` that names what is missing or broken and how to mend it.
     """
     reading = Reading(
-        image, label, config, train_split, test_split, to_size(image_size), test_fraction, split_seed
+        image, label, domain, config, train_split, test_split, to_size(image_size), test_fraction, split_seed
     )  # fmt: skip
     store = Cache(Path(cache) if cache else default_folder())
     keep = {"cache": Path(cache) if cache else None}
+    shown = name if isinstance(name, str) else "arrays"
+    _check_domain(shown, reading.domain)
     if not isinstance(name, str):
         found = from_arrays(name, test_fraction=test_fraction, split_seed=split_seed, **keep)
-        return replace(found, notes=(*found.notes, *_unused("arrays", reading)))
-    found = _named(name, root or os.environ.get("FEDLOOM_DATA"), reading, store, keep)
-    return replace(found, notes=(*found.notes, *_unused(name, reading)))
+    else:
+        found = _named(name, root or os.environ.get("FEDLOOM_DATA"), reading, store, keep)
+    found = found.without_domains() if reading.domain == NO_DOMAINS else found
+    return replace(found, notes=(*found.notes, *_unused(shown, reading)))
+
+
+def _kind(name: str) -> str:
+    """The scheme of a name, or "bundled", or the name itself."""
+    return "bundled" if ALIASES.get(name.lower(), name) in BUNDLED else name.partition(":")[0]
+
+
+def _check_domain(name: str, domain: str | None) -> None:
+    if domain in (None, NO_DOMAINS):
+        return
+    if _kind(name) == "folder" and domain != FOLDERS:
+        raise DataError(
+            f"data.domain must be '{FOLDERS}' (the first level of the folder), '{NO_DOMAINS}' or null for "
+            f"data '{name}', got '{domain}'"
+        )
+    if _kind(name) in ("arrays", "bundled", "stored", "domains"):
+        raise DataError(
+            f"data.domain '{domain}' names no column of data '{name}', which come without columns; leave it unset"
+        )
 
 
 def _unused(name: str, reading: Reading) -> list[str]:
     """One sentence per option of the section that data of this kind have no use for."""
-    scheme = name.partition(":")[0]
     tables = ("image", "label", "config", "train_split", "test_split")
-    every = {"arrays": (*tables, "image_size"), "stored": (*tables, "image_size"), "folder": tables[:3]}
-    every |= {"parquet": ("config",)}
-    kind = "arrays" if ALIASES.get(name.lower(), name) == BUNDLED else scheme
-    given = [key for key in every.get(kind, ()) if getattr(reading, key) is not None]
+    every = dict.fromkeys(("arrays", "bundled", "stored"), (*tables, "image_size"))
+    every |= {"folder": tables[:3], "parquet": ("config",)}
+    given = [key for key in every.get(_kind(name), ()) if getattr(reading, key) is not None]
     return [f"data.{key} is not used by data '{name}'" for key in given]
 
 
@@ -84,12 +109,14 @@ def _named(name: str, root: str | Path | None, reading: Reading, store: Cache, k
         return _folder(name, _path(name, rest), reading, store, keep)
     if scheme == "parquet":
         return _parquet(name, _path(name, rest), reading, store, keep)
+    if scheme == "domains":
+        return _union(name, rest.split(","), root, reading, store, keep)
     hub = ALIASES.get(name.lower(), name)
-    if hub == BUNDLED:
-        return _digits(reading, store, keep)
+    if hub in BUNDLED:
+        return _bundled(hub, reading, store, keep)
     if hub not in ENTRIES and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", hub, re.ASCII):
         short = name if len(name) <= 60 else f"{name[:57]}..."
-        raise DataError(unknown("data set", short, [*ENTRIES, "folder:PATH", "parquet:PATH"]))
+        raise DataError(unknown("data set", short, [*ENTRIES, "folder:PATH", "parquet:PATH", "domains:NAME,NAME"]))
     return _repository(hub, root, reading, store, keep)
 
 
@@ -148,25 +175,44 @@ def _expanded(key: str, text: str | Path) -> Path:
         raise DataError(f"{key}: the user of '{text}' has no home folder here; write the path out") from error
 
 
-def _digits(reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
+def _bundled(hub: str, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
     from importlib.metadata import version
 
-    extra = {"name": BUNDLED, "granularity": dict(ENTRIES[BUNDLED].granularity), **keep}
+    extra = {"name": hub, "granularity": dict(ENTRIES[hub].granularity), **keep}
+    split = {"test_fraction": reading.test_fraction, "split_seed": reading.split_seed}
 
     def build() -> Source:
         from sklearn.datasets import load_digits
 
         found = load_digits()
         x = np.round(found.images * (255 / 16)).astype(np.uint8)[:, None]
-        pair = (x, found.target.astype(np.int64))
+        y = found.target.astype(np.int64)
         names = [str(c) for c in range(10)]
-        return assemble(
-            BUNDLED, pair, None, names, test_fraction=reading.test_fraction,
-            split_seed=reading.split_seed, **{k: v for k, v in extra.items() if k != "name"},
-        )  # fmt: skip
+        if hub == DIGITS:
+            return assemble(train=(x, y), test=None, class_names=names, **split, **extra)
+        taken = held_out(y, fraction=reading.test_fraction, seed=reading.split_seed, where=hub)
+        parts = {"train": rendered(x, y, ~taken), "test": rendered(x, y, taken)}
+        return assemble(**parts, class_names=names, domain_names=tuple(RENDERINGS), **extra)
 
-    key = ["digits", version("scikit-learn"), reading.test_fraction, reading.split_seed]
+    key = [hub.rpartition("/")[2], version("scikit-learn"), reading.test_fraction, reading.split_seed]
     return _through_cache(store, key, build, extra)
+
+
+def _union(
+    name: str, given: Sequence[str], root: str | Path | None, reading: Reading, store: Cache, keep: Mapping[str, Any]
+) -> Source:
+    wanted = [part.strip() for part in given if part.strip()]
+    if len(wanted) < 2:
+        raise DataError(f"data.name '{name}' needs two data sets or more: write domains:NAME,NAME")
+    plain = replace(reading, domain=NO_DOMAINS)
+    parts = [_named(part, root, plain, store, keep).without_domains() for part in wanted]
+    parts = [
+        replace(found, notes=(*found.notes, *_unused(part, reading))) for part, found in zip(wanted, parts, strict=True)
+    ]
+    granularity = next((dict(part.granularity) for part in parts if part.granularity), {})
+    extra = {"name": name, "granularity": granularity, **keep}
+    key = ["domains", [part.fingerprint for part in parts], domain_names(name, parts), [p.notes for p in parts]]
+    return _through_cache(store, key, lambda: union(parts=parts, **extra), extra)
 
 
 def _parquet(name: str, path: Path, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
@@ -191,7 +237,7 @@ def _from_parquet(
 def _repository(hub: str, root: str | Path | None, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
     entry = ENTRIES.get(hub, Entry(hub, "", train_split=None, test_split=None))
     given = {k: v for k, v in asdict(reading).items() if v is not None}
-    known = {k: getattr(entry, k) for k in ("image", "label", "config", "train_split", "test_split")}
+    known = {k: getattr(entry, k) for k in ("image", "label", "domain", "config", "train_split", "test_split")}
     reading = replace(Reading(**(known | given)), single=hub in ENTRIES and entry.test_split is None)
     extra = {"name": hub, "granularity": dict(entry.granularity), **keep}
     if root is None:
@@ -310,37 +356,6 @@ def _row_of(hub: str, split: str) -> Callable[[int], str]:
 
 
 def _folder(name: str, path: Path, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
-    if not path.is_dir():
-        raise DataError(f"data.name '{name}': '{path}' is not a folder; use parquet:PATH for a parquet file")
-    splits = {d.name: d for d in path.iterdir() if d.is_dir() and d.name in ("train", *TEST_NAMES)}
-    train, test = reading.splits(splits, f"folder '{path}'") if "train" in splits else (None, None)
-    roots = [splits[s] for s in (train, test) if s] or [path]
-    listed = [_images_below(root) for root in roots]
-    empty = next((root for root, files in zip(roots, listed, strict=True) if not files), None)
-    if empty is not None:
-        raise DataError(f"data.name '{name}': '{empty}' holds no images in class folders (one subfolder per class)")
-    files = [p for part in listed for p in part]
-    extra = {"name": name, **keep}
-
-    def build() -> Source:
-        blobs = [[p.read_bytes for p in part] for part in listed]
-        where = [lambda i, part=part: f"image '{part[i]}'" for part in listed]
-        channels = max(channels_of(b, w) for b, w in zip(blobs, where, strict=True))
-        xs = [decode(b, channels, reading.image_size, w) for b, w in zip(blobs, where, strict=True)]
-        raw = [[p.relative_to(root).parts[0] for p in part] for root, part in zip(roots, listed, strict=True)]
-        y_train, y_test, names, _ = index_labels(*raw, where=f"class folders of '{path}'")
-        pair = None if y_test is None else (xs[1], y_test)
-        options = {"test_fraction": reading.test_fraction, "split_seed": reading.split_seed}
-        return assemble(name, (xs[0], y_train), pair, names, **options, **keep)
-
-    key = ["folder", store.content_hash(files, path), asdict(reading)]
-    return _through_cache(store, key, build, extra)
-
-
-def _images_below(root: Path) -> list[Path]:
-    named = (p for d in root.iterdir() if d.is_dir() for p in d.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-    found = sorted(p for p in named if not p.is_dir())
-    missing = next((p for p in found if not p.is_file()), None)
-    if missing is not None:
-        raise DataError(f"image '{missing}' is a link to nothing; remove or mend it")
-    return found
+    splits = list_folder(name, path, reading)
+    key = ["folder", store.content_hash([p for split in splits for p in split.files], path), asdict(reading)]
+    return _through_cache(store, key, lambda: source_from_folder(name, splits, reading, **keep), {"name": name, **keep})

@@ -1,4 +1,4 @@
-"""Streams: classes cut into tasks, and which client is on which task at which stage."""
+"""Streams: classes cut into tasks, or domains in an order, and which client is on which task at which stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.core.errors import closest, unknown
 from fedloom.core.seeds import seed_for
 from fedloom.data.ranges import at_least
 
-KINDS = ("class_incremental", "static")
+KINDS = ("class_incremental", "domain_incremental", "static")
 ARRIVALS = ("synchronous", "shifted", "per_client")
 
 
@@ -44,6 +44,35 @@ def class_order(num_classes: int, order: str | Sequence[int], seed: int) -> tupl
                 f"stream.class_order: class {bad[0]} {what}; list each of 0..{num_classes - 1} exactly once"
             )
     return tuple(int(c) for c in given)
+
+
+def domain_order(names: Sequence[str], order: str | Sequence[str | int], seed: int) -> tuple[int, ...]:
+    """The order in which domains arrive: "seeded", "natural" or a list of their names or ids.
+
+    Raises `ConfigError` naming a domain that is missing, unknown or listed twice.
+    """
+    if order == "natural":
+        return tuple(range(len(names)))
+    if order == "seeded":
+        return tuple(np.random.default_rng(seed_for(seed, "domain-order")).permutation(len(names)).tolist())
+    if isinstance(order, str):
+        known = ("seeded", "natural")
+        raise ConfigError(
+            f"stream.domain_order must be seeded, natural or a list of domains, got '{order}'.{closest(order, known)}"
+        )
+    ids = {name: k for k, name in enumerate(names)}
+    given = [ids.get(entry, entry) if isinstance(entry, str) else entry for entry in order]
+    for what, bad in (
+        ("is no domain", [d for d in given if type(d) is not int or d not in range(len(names))]),
+        ("is listed twice", [names[d] for d in given if given.count(d) > 1]),
+        ("is missing", [name for name, k in ids.items() if k not in given]),
+    ):
+        if bad:
+            raise ConfigError(
+                f"stream.domain_order: {bad[0]!r} {what}; list each of {', '.join(names)} exactly once, by name or by "
+                f"id 0..{len(names) - 1}"
+            )
+    return tuple(int(d) for d in given)
 
 
 def split_classes(num_classes: int, tasks: int, order: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Parquet and Arrow tables -> stored inputs and labels."""
+"""Parquet and Arrow tables -> stored inputs, labels and domains."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from fedloom.core import DataError
 from fedloom.data.images import Blob, channels_of, decode
-from fedloom.data.labels import index_labels
-from fedloom.data.reading import Reading
+from fedloom.data.labels import index_domains, index_labels
+from fedloom.data.reading import FOLDERS, NO_DOMAINS, Reading
 from fedloom.data.source import Source, assemble
 
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
@@ -103,28 +103,38 @@ def split_files(files: Sequence[Path], base: Path) -> dict[str, list[Path]]:
 def source_from_tables(name: str, tables: Mapping[str, Table], reading: Reading, **extra: Any) -> Source:
     """Decode the train and test tables of a data set.
 
-    Raises `DataError` for a missing or ambiguous column, unreadable images, and labels that are no class ids.
+    Raises `DataError` for a missing or ambiguous column, unreadable images, labels that are no class ids, and empty
+    domain labels.
     """
     train_name, test_name = reading.splits(tables, f"data '{name}'")
     train = tables[train_name]
     test = tables[test_name] if test_name else None
-    label = _label_column(name, train, reading.label)
-    inputs = _input_columns(name, train, reading.image, label)
+    domain = _domain_column(name, train, reading.domain)
+    label = _label_column(name, train, reading.label, domain)
+    inputs = _input_columns(name, train, reading.image, (label, domain))
     splits = [train] if test is None else [train, test]
     for table in splits:
-        _check_columns(name, table, [label, *inputs])
+        _check_columns(name, table, [label, *inputs, *([domain] if domain else [])])
     xs = (
         _images(splits, inputs[0], reading)
         if train.kind(inputs[0]) == "image"
         else [_numbers(t, inputs) for t in splits]
     )
-    names = train.features.get(label, {}).get("names") if train.kind(label) == "class" else None
-    raw = [_label_values(name, t, label) for t in splits]
-    y_train, y_test, class_names, notes = index_labels(*raw, names=names, where=f"labels '{label}' of data '{name}'")
+    *ys, class_names, notes = _ids(name, splits, label, "labels", index_labels)
+    *ds, domain_names, more = _ids(name, splits, domain, "domain labels", index_domains) if domain else ((), [])
+    parts = [tuple(column[i] for column in (xs, ys, ds) if column) for i in range(len(splits))]
     return assemble(
-        name, (xs[0], y_train), None if test is None else (xs[1], y_test), class_names,
-        test_fraction=reading.test_fraction, split_seed=reading.split_seed, notes=notes, **extra,
+        name, parts[0], None if test is None else parts[1], class_names, domain_names=domain_names,
+        test_fraction=reading.test_fraction, split_seed=reading.split_seed, notes=[*notes, *more], **extra,
     )  # fmt: skip
+
+
+def _ids(name: str, tables: Sequence[Table], column: str, what: str, index: Callable[..., Any]) -> Any:
+    """What `index`, one of `fedloom.data.labels`, makes of a column of all splits."""
+    train = tables[0]
+    names = train.features.get(column, {}).get("names") if train.kind(column) == "class" else None
+    raw = [_values(name, t, column, what) for t in tables]
+    return index(*raw, names=names, where=f"{what} '{column}' of data '{name}'")
 
 
 def _check_columns(name: str, table: Table, wanted: Sequence[str]) -> None:
@@ -135,15 +145,32 @@ def _check_columns(name: str, table: Table, wanted: Sequence[str]) -> None:
         raise DataError(f"data '{name}' has no column '{missing[0]}'; its columns are: {', '.join(table.columns)}")
 
 
-def _label_column(name: str, table: Table, asked: str | None) -> str:
+def _domain_column(name: str, table: Table, asked: str | None) -> str | None:
+    if asked is None or asked == NO_DOMAINS:
+        return None
+    if asked == FOLDERS and asked not in table.columns:
+        raise DataError(f"data.domain '{FOLDERS}' is for folder:PATH; data '{name}' has columns, so name one of them")
+    if asked not in table.columns:
+        raise DataError(
+            f"data '{name}' has no domain column '{asked}'; set data.domain to '{NO_DOMAINS}' or to one of: "
+            f"{', '.join(table.columns)}"
+        )
+    if table.kind(asked) == "image":
+        raise DataError(f"column '{asked}' of data '{name}' holds images, no domains; name another with data.domain")
+    return asked
+
+
+def _label_column(name: str, table: Table, asked: str | None, domain: str | None) -> str:
+    if asked is not None and asked == domain:
+        raise DataError(f"data.label and data.domain are both '{asked}'; set data.domain to '{NO_DOMAINS}'")
     if asked is not None:
         if asked not in table.columns:
             raise DataError(
                 f"data '{name}' has no label column '{asked}'; set data.label to one of: {', '.join(table.columns)}"
             )
         return asked
-    classes = [c for c in table.columns if table.kind(c) == "class"]
-    classes = classes or [c for c in LABEL_NAMES if c in table.columns][:1]
+    classes = [c for c in table.columns if table.kind(c) == "class" and c != domain]
+    classes = classes or [c for c in LABEL_NAMES if c in table.columns and c != domain][:1]
     if len(classes) != 1:
         what = "several label columns" if classes else "no label column"
         shown = ", ".join(classes or table.columns)
@@ -151,7 +178,7 @@ def _label_column(name: str, table: Table, asked: str | None) -> str:
     return classes[0]
 
 
-def _input_columns(name: str, table: Table, asked: str | None, label: str) -> list[str]:
+def _input_columns(name: str, table: Table, asked: str | None, taken: Sequence[str | None]) -> list[str]:
     if asked is not None:
         if asked not in table.columns:
             raise DataError(
@@ -163,7 +190,7 @@ def _input_columns(name: str, table: Table, asked: str | None, label: str) -> li
     images = [c for c in table.columns if table.kind(c) == "image"]
     if len(images) > 1:
         raise DataError(f"data '{name}' has several image columns; set data.image to one of: {', '.join(images)}")
-    inputs = images or [c for c in table.columns if c != label and table.kind(c) == "number"]
+    inputs = images or [c for c in table.columns if c not in taken and table.kind(c) == "number"]
     if not inputs:
         raise DataError(
             f"data '{name}' has no image column and no numeric columns; its columns are: {', '.join(table.columns)}"
@@ -171,11 +198,11 @@ def _input_columns(name: str, table: Table, asked: str | None, label: str) -> li
     return inputs
 
 
-def _label_values(name: str, table: Table, label: str) -> np.ndarray:
-    column = table.data.column(label)
-    if column.null_count:
-        raise DataError(f"column '{label}' of data '{name}' has {column.null_count} empty labels; fill or drop them")
-    return np.asarray(column.to_pylist()) if table.kind(label) == "other" else column.to_numpy()
+def _values(name: str, table: Table, column: str, what: str) -> np.ndarray:
+    found = table.data.column(column)
+    if found.null_count:
+        raise DataError(f"column '{column}' of data '{name}' has {found.null_count} empty {what}; fill or drop them")
+    return np.asarray(found.to_pylist()) if table.kind(column) == "other" else found.to_numpy()
 
 
 def _numbers(table: Table, columns: Sequence[str]) -> np.ndarray:

@@ -173,7 +173,7 @@ def is_published(weights: str) -> bool:
 def _has_root(config: Config) -> bool:
     """Whether the data set is looked for below a root: neither bundled nor named by its own path."""
     name = config.data.name
-    return ALIASES.get(name.lower(), name) != BUNDLED and name.partition(":")[0] not in ("folder", "parquet")
+    return ALIASES.get(name.lower(), name) not in BUNDLED and name.partition(":")[0] not in ("folder", "parquet")
 
 
 def _supernode(key: str, clients: str, rooted: bool) -> str:

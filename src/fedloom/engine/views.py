@@ -15,7 +15,10 @@ from fedloom.core.errors import ConfigError, unknown
 
 Cohort = Callable[[Sequence[ClientId], int, int | None], Sequence[ClientId]]
 # What does not depend on who holds the data, or tells who holds them in the stream.
-SHARED = ("num_classes", "num_stages", "rounds", "tasks", "domains", "test", "fingerprint", "describe", "draw")
+SHARED = (
+    "num_classes", "num_stages", "rounds", "tasks", "task_domains", "domains", "test",
+    "fingerprint", "describe", "draw",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +50,9 @@ class PooledCumulative:
         return (*getattr(self.plan, "notes", ()), view)
 
     def stage(self, index: int, client: ClientId | None = None) -> Stage:
-        """The stage; to the one client every class seen so far is current."""
+        """The stage; to the one client every class and every domain seen so far is current."""
         stage = self.plan.stage(index)
-        return stage if client is None else replace(stage, classes=stage.seen)
+        return stage if client is None else replace(stage, classes=stage.seen, domains=stage.seen_domains)
 
     def participants(self, stage: int) -> Sequence[ClientId]:
         """The one client, where the plan has any."""
@@ -70,6 +73,12 @@ class PooledCumulative:
     def label_counts(self, client: ClientId, stage: int) -> Tensor:
         """int64 [classes]: examples per class in the pool."""
         return self._pool(stage).labels.bincount(minlength=self.plan.num_classes)
+
+    def domain_counts(self, client: ClientId, stage: int) -> Tensor:
+        """int64 [domains, classes]: examples per domain and class in the pool; one row without domains."""
+        pool, (rows, columns) = self._pool(stage), (max(1, len(self.plan.domains)), self.plan.num_classes)
+        cells = pool.labels if pool.domains is None else pool.domains * columns + pool.labels
+        return cells.bincount(minlength=rows * columns).reshape(rows, columns)
 
     def _pool(self, stage: int) -> Batches:
         for s in range(len(self._pools), stage + 1):

@@ -9,10 +9,11 @@ Schwarz et al., "Progress & Compress" (ICML 2018), here as a mean, as federated 
 theta* is the global model with which the stage began. F_new is measured at the final model of a stage, in a trip
 "consolidate" to every client that holds data: the mean of per-sample squared gradients over each one's examples
 (`diagonal_fisher`), averaged as models are. Where nobody answers, F stays. C counts classes: those before the stage,
-and those seen with it; a stage without new classes has a = 1, so nothing is measured there. The penalty acts on the
-model that the client trains. (The code of LANDER and of TARGET evaluates it on the global network while the optimiser
-steps a copy, so it reaches nothing: their "FedEWC" is finetuning. Their Fisher squares gradients of batch means,
-smaller by up to the size of the batch.)
+and those seen with it; where the data have domains, pairs of a class and a domain, which is what a stream of domains
+adds to. A stage without new ones has a = 1, so nothing is measured there. The penalty acts on the model that the client
+trains. (The code of LANDER and of TARGET evaluates it on the global network while the optimiser steps a copy, so it
+reaches nothing: their "FedEWC" is finetuning. Their Fisher squares gradients of batch means, smaller by up to the size
+of the batch.)
 
 Decisions: the softmax, of the loss and of the Fisher alike, is over the task's classes (`label_scope` "current", which
 gives old rows of the head no gradient; "seen" is every class so far); the labels of the Fisher are the examples' own
@@ -83,7 +84,7 @@ class FedEWC(FedAvg):
 
     def plan(self, stage: Stage) -> Iterable[Trip]:
         """After the rounds of a stage F is measured, unless no stage follows or the merge would leave F as it is."""
-        measured = self.lam and stage.index + 1 < stage.count and len(stage.old) < len(stage.seen)
+        measured = self.lam and stage.index + 1 < stage.count and _old_share(stage) < 1
         return [*super().plan(stage), *([Trip("consolidate", None, "all")] if measured else [])]
 
     def send(self, server: Payload, client: ClientId | None, ctx: Context) -> Payload:
@@ -119,13 +120,18 @@ class FedEWC(FedAvg):
     def consolidate(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         """Merge F."""
         measured = replies_mean(replies, "fisher", server["fisher"], uniform=self.uniform)
-        share = len(ctx.stage.old) / len(ctx.stage.seen)
         capped = {name: tensor.clamp(max=self.fisher_cap) for name, tensor in measured.items()}
-        fisher = {name: torch.lerp(capped[name], old, share) for name, old in server["fisher"].items()}
+        fisher = {name: torch.lerp(capped[name], old, _old_share(ctx.stage)) for name, old in server["fisher"].items()}
         return {**server, "fisher": fisher}
 
     def _penalised(self, ctx: Context) -> bool:
         return self.lam > 0 and ctx.stage.index > 0
+
+
+def _old_share(stage: Stage) -> float:
+    """a: of the classes seen, or pairs of class and domain, those that had been before the stage."""
+    old, seen = len(stage.old) * max(1, len(stage.old_domains)), len(stage.seen) * max(1, len(stage.seen_domains))
+    return old / seen
 
 
 def fedewc(

@@ -15,11 +15,11 @@ class-incremental learning. A client keeps up to `memory` examples, m = floor(me
   its means are yet to come, and without memory.
 
 Decisions: an epoch visits as many examples as the client has new ones, drawn from both kinds, so that methods without
-memory have the same budget (`visits="all"`: each new example and each exemplar once, as public code does). Clients
-count by new examples. Exemplars of a class that arrives again are replaced. The default memory of 100 gives the 20
-clients of cifar100-fcil-small iCaRL's 2,000 exemplars, 20 a class; a client of the digits has 144 examples in all, so
-there a memory of 20 is as scarce. `pool="random"` draws the exemplars of a class. The LANDER code draws 2,000 random
-examples afresh from all past data of a client, which no bound on memory holds; it is not offered.
+memory have the same budget (`visits="all"`: each new example and exemplar once, as public code does). Clients count by
+new examples. Exemplars are kept per class: those of one that arrives again are replaced, so in a stream of domains
+hardly any of the past is rehearsed. The default memory of 100 gives the 20 clients of cifar100-fcil-small iCaRL's 2,000
+exemplars, 20 a class; 20 are as scarce for the 144 examples of a client of the digits. `pool="random"` draws the
+exemplars of a class. Not offered: 2,000 random ones of all past data, drawn afresh (LANDER's code), which is no memory.
 """
 
 from __future__ import annotations

@@ -1,0 +1,71 @@
+"""Folders whose first level is the domain and whose second is the class."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.core import DataError
+from fedloom.data import load_source
+
+
+@pytest.fixture
+def fill(png, tmp_path):
+    """Write `count` images of pixel values from `start` on into a folder."""
+
+    def make(folder, count=5, start=0):
+        path = tmp_path / folder
+        path.mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            (path / f"{i}.png").write_bytes(png(np.full((4, 4), start + i)))
+
+    return make
+
+
+def test_domain_folders_are_split_within_each_domain_and_class(fill, tmp_path):
+    for d, domain in enumerate(("webcam", "amazon")):
+        for c, label in enumerate(("mug", "bike")):
+            fill(f"{domain}/{label}", count=5 * (d + 1), start=100 * d + 50 * c)
+    source = load_source(f"folder:{tmp_path}", domain="folders")
+    assert source.domain_names == ("amazon", "webcam") and source.class_names == ("bike", "mug")
+    assert torch.bincount(source.domains_test * 2 + source.y_test).tolist() == [2, 2, 1, 1]
+    value = source.x_train[:, 0, 0, 0].long()
+    assert torch.equal(source.domains_train, (value < 100).long()) and len(value) == 24
+    assert torch.equal(source.y_train, (value % 100 < 50).long())
+
+
+def test_domain_folders_below_given_splits(fill, tmp_path):
+    for split, domains in (("train", "ab"), ("val", "bc")):
+        for domain in domains:
+            fill(f"{split}/{domain}/x", 2)
+            fill(f"{split}/{domain}/y", 1)
+    source = load_source(f"folder:{tmp_path}", domain="folders")
+    assert source.domain_names == ("a", "b", "c")
+    assert torch.bincount(source.domains_train, minlength=3).tolist() == [3, 3, 0]
+    assert torch.bincount(source.domains_test).tolist() == [0, 3, 3]
+    assert source.notes == ("domain 'c' has no train example", "domain 'a' has no test example")
+
+
+def test_one_folder_is_read_with_and_without_domains(fill, tmp_path):
+    fill("a/x")
+    fill("b/y")
+    assert load_source(f"folder:{tmp_path}", domain="folders").class_names == ("x", "y")
+    plain = load_source(f"folder:{tmp_path}", domain="none")
+    assert plain.class_names == ("a", "b") and plain.domain_names == ()
+    assert plain.fingerprint == load_source(f"folder:{tmp_path}").fingerprint
+
+
+def test_unreadable_layouts_are_refused(fill, tmp_path):
+    fill("flat/cat")
+    with pytest.raises(
+        DataError, match=r"image '.*0.png' lies in no class folder of its domain; data.domain 'folders'"
+    ):
+        load_source(f"folder:{tmp_path / 'flat'}", domain="folders")
+    fill("below/a/train/x")
+    fill("below/a/test/x")
+    with pytest.raises(DataError, match=r"has its splits below the domains; .*data.name=domains:folder:.*below/a,"):
+        load_source(f"folder:{tmp_path / 'below'}", domain="folders")
+    (tmp_path / "empty" / "a").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"one subfolder per domain, in it one per class"):
+        load_source(f"folder:{tmp_path / 'empty'}", domain="folders")
+    with pytest.raises(DataError, match=r"data.domain must be 'folders' .* got 'style'"):
+        load_source(f"folder:{tmp_path / 'flat'}", domain="style")
