@@ -6,6 +6,7 @@ import pickle
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from torch import nn
 
 from fedloom import build as build_module
-from fedloom.build import build, device, experiment, experiment_from_dict, method, visits
+from fedloom.build import build, device, experiment, experiment_from_dict, load_data, method, visits
 from fedloom.config import resolve
 from fedloom.core.errors import ConfigError, DataError
+from fedloom.local import LocalSGD
 from fedloom.methods import ablations, fedprox, load, names, presets, summaries
+from fedloom.methods.fedavg import FedAvg
 from fedloom.own_model import identity, own_spec
 
 DIGITS = {
@@ -336,3 +339,26 @@ def test_experiment_from_dict_takes_data_and_model() -> None:
 def test_names_as_data_are_refused() -> None:
     with pytest.raises(DataError, match="names go to"):
         build(resolve(STATIC), data="sklearn/digits")
+
+
+def needy(*, local: LocalSGD) -> FedAvg:
+    """A method that reads domains."""
+
+    class Needy(FedAvg):
+        needs_domains = True
+
+    return Needy(local)
+
+
+def test_a_method_that_needs_domains_is_refused_data_without_them() -> None:
+    config = resolve(DIGITS, {"method": {"name": "test_build:needy"}})
+    with pytest.raises(ConfigError) as caught:
+        build(config)
+    assert str(caught.value) == (
+        "method 'test_build:needy' needs the domain of every example, and data.name 'sklearn/digits' has none; name "
+        "the column that tells it with data.domain, or take a data set with domains"
+    )
+    source = load_data(config)
+    ids = {f"domains_{split}": torch.arange(len(getattr(source, f"y_{split}"))) % 2 for split in ("train", "test")}
+    known = replace(source, domain_names=("even", "odd"), **ids)
+    assert build(config, data=known).experiment.plan.domains == ("even", "odd")

@@ -35,6 +35,19 @@ def test_one_line_per_round_and_stage(capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
+def test_domains_are_told_one_by_one() -> None:
+    lines = Lines()
+    lines.stages = 2
+    domains = {"seen_domains": 2, "accuracy/domains": {"photo": 0.5, "sketch": 0.25, "art": None}}
+    told = lines.stage_line({**STAGE, "accuracy/current": 0.75, **domains})
+    assert told == (
+        "stage 0 of 2 done: accuracy 0.500 on 4 classes of 2 domains, 0.750 on the current ones; "
+        "photo 0.500, sketch 0.250"
+    )
+    lines.stages = 1
+    assert lines.stage_line({**STAGE, **domains}) == "stage 0 of 1 done: accuracy 0.500; photo 0.500, sketch 0.250"
+
+
 def test_one_is_no_plural(capsys: pytest.CaptureFixture[str]) -> None:
     Lines().started({**INFO, "stages": 1, "rounds": 1, "clients": 1, "workers": 1, "resumed_from": None})
     assert capsys.readouterr().err == "1 client, 1 stage of 1 round, counted from 0\n"

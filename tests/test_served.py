@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedloom
 from fedloom import lifecycle
-from fedloom.core import CheckpointError, ConfigError
-from fedloom.served import export_safetensors, open_personal, open_served
+from fedloom.core import CheckpointError, ConfigError, Context, ModelSpec, Payload
+from fedloom.local import LocalSGD
+from fedloom.methods.fedavg import FedAvg
+from fedloom.models.compact import prunable
+from fedloom.models.spec import NetworkSpec
+from fedloom.served import export_safetensors, module_of, open_personal, open_served
 from test_api import DIGITS
 
 PERSONAL = {**DIGITS, "method": {"name": "toys.tally:tally"}}
+
+
+@dataclass(frozen=True)
+class Halved(FedAvg):
+    """Served with every second channel."""
+
+    def module(self, spec: ModelSpec) -> nn.Module:
+        return prunable(spec.classifier(), getattr(spec, "input_shape", None))
+
+    def deployed(self, down: Payload, state: Payload, ctx: Context) -> Context:
+        channels = ctx.net.module.channels
+        kept = {group.name: torch.arange(1, group.size, 2) for group in channels.groups}
+        small = ctx.rebuild(channels.widths(kept))
+        small.bind(channels.gather(down["params"], kept), channels.gather(down["buffers"], kept))
+        return small
+
+
+def halved(*, local: LocalSGD) -> Halved:
+    """Assemble the method."""
+    return Halved(local)
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +96,55 @@ def test_an_export_holds_whatever_a_method_predicts_with(tmp_path: Path) -> None
     assert names <= found.keys() and len(names) == 2
     assert all(torch.equal(found[f"means.{name}"], t) for name, t in served.view["means"].items())
     assert {name for name in found if not name.startswith("means.")} == set(done.model.state_dict())
+
+
+def test_a_pruned_model_is_exported_as_the_compact_network_and_loads_in_plain_torch(tmp_path: Path) -> None:
+    """By the function that the guide shows."""
+    from safetensors import safe_open
+
+    layer = {**DIGITS, "method": {"name": "test_served:halved"}, "model": {"name": "digits_cnn"}}
+    done = fedloom.run(layer, out=tmp_path / "run")
+    path = export_safetensors(done.folder, tmp_path / "model.safetensors")
+    guide = (Path(__file__).parents[1] / "docs" / "method-guide.md").read_text(encoding="utf-8")
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "def load_compact" in code)
+    exec(block, shown := {})
+    net = shown["load_compact"](NetworkSpec("digits_cnn", 10, (1, 8, 8), 0).classifier(), str(path))
+    with safe_open(path, "pt") as file:
+        meta, shapes = file.metadata(), {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
+    assert shapes["backbone.convs.1.conv.weight"] == (16, 8, 3, 3) and shapes["backbone.fc.weight"] == (32, 16 * 16)
+    size = 8 * 9 + 8 + 16 * 8 * 9 + 16 + 32 * 256 + 32 + 10 * 32 + 10
+    assert json.loads(meta["parameters"]) == done.summary["active_parameters"] == size < done.summary["parameters"]
+    mean, std = (json.loads(meta[key])[0] for key in ("mean", "std"))
+    x = torch.from_numpy(images())
+    logits = net((x / 255 - mean) / std)
+    logits = logits if isinstance(logits, torch.Tensor) else logits["logits"]
+    assert torch.allclose(logits, done.scores(x), atol=1e-5)
+    assert sum(p.numel() for p in done.model.parameters()) == size and not done.model.training
+
+
+def test_a_view_without_parameters_is_no_network_to_export(tmp_path: Path) -> None:
+    served = open_served(fedloom.run(DIGITS, out=tmp_path / "run").folder)
+    bare = dataclasses.replace(served, view={"weights": served.view["params"]})
+    with pytest.raises(ConfigError, match="is no single network; use scores"):
+        module_of(bare)
+
+
+def test_what_a_served_model_knows_of_domains(tmp_path: Path) -> None:
+    """Folders of runs without domains, and of earlier versions, open as well; damage is told."""
+    done = fedloom.run(DIGITS, out=tmp_path / "run")
+    path = done.folder / "model" / "model.json"
+    written = json.loads(path.read_text())
+    domains = ("domain_names", "current_domains", "seen_domains", "old_domains")
+    assert [written[key] for key in domains] == [[], [], [], []]
+    path.write_text(json.dumps({key: value for key, value in written.items() if key not in domains}))
+    assert open_served(done.folder).context.num_domains == 0
+    given = {"domain_names": ["photo", "sketch"], "current_domains": [1], "seen_domains": [0, 1], "old_domains": [0]}
+    path.write_text(json.dumps({**written, **given}))
+    context = open_served(done.folder).context
+    assert context.num_domains == 2
+    stage = context.stage
+    assert (stage.domains, stage.seen_domains, stage.old_domains) == ((1,), (0, 1), (0,))
+    for damage in ({"seen_domains": ["a"]}, {"domain_names": [3]}, {"old_domains": None}, {"current_domains": [-1]}):
+        path.write_text(json.dumps({**written, **given, **damage}))
+        with pytest.raises(CheckpointError, match=r"model\.json is missing or damaged"):
+            open_served(done.folder)

@@ -239,9 +239,14 @@ def _experiment(config: Config, source: Source, model: Any) -> Experiment:
     from fedloom.engine.experiment import Experiment
     from fedloom.select.sampling import uniform_cohort
 
-    built = plan(config, source)
+    built, made = plan(config, source), method(config)
+    if made.needs_domains and not source.domain_names:
+        raise ConfigError(
+            f"method '{config.method['name']}' needs the domain of every example, and data.name '{config.data.name}' "
+            "has none; name the column that tells it with data.domain, or take a data set with domains"
+        )
     return Experiment(
-        method=method(config),
+        method=made,
         spec=network(config, source.num_classes, source.input_shape, model),
         forward=Forward(),
         plan=built,

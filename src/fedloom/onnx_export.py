@@ -7,14 +7,14 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.core import ConfigError, Context
+from fedloom.core import ConfigError, Context, Method
 from fedloom.served import Served, open_served
 
 TOLERANCE = 1e-3  # largest difference of finite scores between torch and onnxruntime
@@ -22,10 +22,13 @@ TOLERANCE = 1e-3  # largest difference of finite scores between torch and onnxru
 
 @dataclass(frozen=True)
 class _Bound(Context):
-    """A context whose network already holds the values: a graph cannot record copies into parameters."""
+    """A context around the network that is served, with its values: a graph cannot record copies into parameters."""
 
     def bind(self, params: Any, buffers: Any = None) -> Any:
         return dict(self.net.module.named_parameters())
+
+    def rebuild(self, spec: Any) -> _Bound:
+        return self
 
 
 class _Graph(nn.Module):
@@ -33,12 +36,11 @@ class _Graph(nn.Module):
 
     def __init__(self, served: Served):
         super().__init__()
-        served.context.bind(served.view["params"], served.view.get("buffers"))
-        served.context.net.train(False)
-        context = served.context
+        context = served.deployed()
         self.module = context.net.module
-        self._served = served
-        self._context = _Bound(net=context.net, stage=context.stage, num_classes=context.num_classes, seed=context.seed)
+        self._served, self._state = served, served.client_state()
+        given = {f.name: getattr(context, f.name) for f in fields(context) if f.init}
+        self._context = _Bound(**given)
         scale = 255.0 if served.meta["stored"] == "uint8" else 1.0
         mean, std = (torch.tensor(served.meta[k] or [d]) for k, d in (("mean", 0.0), ("std", 1.0)))
         shape = (1, -1, 1, 1) if len(served.meta["input_shape"]) == 3 else (1,) * (len(served.meta["input_shape"]) + 1)
@@ -47,7 +49,10 @@ class _Graph(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x - self.shift) / self.spread
-        return self._served.method.predict(self._served.view, {}, x, self._context)
+        method = self._served.method
+        if type(method).predict is Method.predict:
+            return self._context.scores(x)
+        return method.predict(self._served.view, self._state, x, self._context)
 
 
 def export_onnx(folder: Path, out: Path) -> tuple[Path, str]:

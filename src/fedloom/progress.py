@@ -77,11 +77,15 @@ class Lines(Observer):
         return ", ".join([*parts, f"{row['seconds']:.2f} s"])
 
     def stage_line(self, row: Row) -> str:
-        """Accuracy over the classes seen so far, and on the current ones."""
+        """Accuracy over what was seen so far, on what is current, and per domain where there are any."""
         text = f"stage {row['stage']} of {self.stages} done: accuracy {_number(row.get('accuracy'))}"
         if self.stages > 1:
-            text += f" on {row['seen_classes']} classes, {_number(row.get('accuracy/current'))} on the current ones"
-        return text
+            domains = f" of {_many(row['seen_domains'], 'domain')}" if "seen_domains" in row else ""
+            current = _number(row.get("accuracy/current"))
+            text += f" on {row['seen_classes']} classes{domains}, {current} on the current ones"
+        found = row.get("accuracy/domains", {})
+        each = [f"{name} {_number(value)}" for name, value in found.items() if value is not None]
+        return f"{text}; {', '.join(each)}" if each else text
 
 
 class Live(Lines):

@@ -44,10 +44,26 @@ class Served:
         """Scores [n, classes] of stored inputs (as the data set holds them); classes never seen are -inf."""
         import torch
 
-        x = self.inputs(x)
-        state = self.method.init_client(self.context) if self.state is None else self.state
+        x, state = self.inputs(x), self.client_state()
         batches = (self.prepare(part) for part in x.split(batch_size))
         return torch.cat([self.method.predict(self.view, state, batch, self.context).cpu() for batch in batches])
+
+    def client_state(self) -> Payload:
+        """The client's own state, or the initial one."""
+        return self.method.init_client(self.context) if self.state is None else self.state
+
+    def deployed(self) -> Context:
+        """The context around the network that is served, with its values and in evaluation mode.
+
+        `ConfigError` where the method has no one network.
+        """
+        from fedloom.engine.result import deployed
+
+        found = deployed(self.method, self.view, self.client_state(), self.context)
+        if found is None:
+            raise ConfigError("the global view of this method is no single network; use scores() or predict() instead")
+        found.net.train(False)
+        return found
 
     def prepare(self, x: Tensor) -> Tensor:
         """Stored inputs -> model inputs."""
@@ -188,14 +204,15 @@ def _check_meta(found: Any) -> None:
     """Raise `ValueError`, `KeyError` or `TypeError` unless the values have the kinds that `describe` writes."""
     numbers = {key: list(found[key]) for key in ("input_shape", "seen", "old", "current", "mean", "std")}
     classes = [*numbers["seen"], *numbers["old"], *numbers["current"]]
-    whole = [found["stages"], found["rounds"], *numbers["input_shape"], *classes]
-    names = list(found["class_names"])
+    domains = [k for key in ("seen", "old", "current") for k in found.get(f"{key}_domains", ())]
+    whole = [found["stages"], found["rounds"], *numbers["input_shape"], *classes, *domains]
+    names = [*found["class_names"], *found.get("domain_names", ())]
     fits = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in whole)
     fits = fits and all(isinstance(v, int | float) for v in (*numbers["mean"], *numbers["std"]))
-    fits = fits and bool(names) and all(isinstance(name, str) for name in names) and found["stages"] > 0
+    fits = fits and bool(found["class_names"]) and all(isinstance(name, str) for name in names) and found["stages"] > 0
     if not fits or found["stored"] not in ("uint8", "float32") or len(numbers["mean"]) != len(numbers["std"]):
         raise ValueError("values of the wrong kind")
-    if not numbers["input_shape"] or max(classes, default=0) >= len(names):
+    if not numbers["input_shape"] or max(classes, default=0) >= len(found["class_names"]):
         raise ValueError("a shape or class that cannot be")
 
 
@@ -205,12 +222,14 @@ def _context(config: Any, made: Method, meta: Mapping[str, Any], model: Any) -> 
 
     spec = network(config, len(meta["class_names"]), tuple(meta["input_shape"]), model)
     net = Net(lambda: made.module(spec), replace(forward(config), grad_checkpointing=False))
-    current, seen, old = (tuple(meta[key]) for key in ("current", "seen", "old"))
-    stage = Stage(meta["stages"] - 1, meta["stages"], meta["rounds"], current, seen, old)
+    arrived = (tuple(meta[key]) for key in ("current", "seen", "old"))
+    domains = (tuple(meta.get(f"{key}_domains", ())) for key in ("current", "seen", "old"))
+    stage = Stage(meta["stages"] - 1, meta["stages"], meta["rounds"], *arrived, *domains)
     return Context(
         net=net,
         stage=stage,
         num_classes=len(meta["class_names"]),
+        num_domains=len(meta.get("domain_names", ())),
         seed=config.seed,
         exchange="evaluate",
         client=meta.get("client"),
@@ -219,6 +238,8 @@ def _context(config: Any, made: Method, meta: Mapping[str, Any], model: Any) -> 
 
 def describe(built: Built) -> dict[str, Any]:
     """What `model/model.json` must hold for a model to be used without its data set."""
+    from fedloom.engine.result import arrived
+
     source, plan = built.source, built.experiment.plan
     stage = plan.stage(plan.num_stages - 1)
     return {
@@ -229,9 +250,8 @@ def describe(built: Built) -> dict[str, Any]:
         "stored": "uint8" if str(source.x_train.dtype) == "torch.uint8" else "float32",
         "mean": list(source.mean),
         "std": list(source.std),
-        "seen": list(stage.seen),
-        "old": list(stage.old),
-        "current": list(stage.classes),
+        "domain_names": list(plan.domains),
+        **arrived(stage),
         "tasks": [list(task) for task in plan.tasks],
         "stages": plan.num_stages,
         "rounds": plan.rounds,
@@ -241,7 +261,9 @@ def describe(built: Built) -> dict[str, Any]:
 def export_safetensors(folder: Path, out: Path) -> Path:
     """Write the global model as plain safetensors: the network's own tensor names, metadata as text.
 
-    What a method predicts with besides the network (the class means of `replay`, say) is there as `<field>.<name>`.
+    The network is the one that is served: of a method that prunes the compact one, whose layers have the widths that
+    the shapes of the tensors say; the metadata give its number of `parameters`. What a method predicts with besides
+    the network (the class means of `replay`, say) is there as `<field>.<name>`.
     """
     from safetensors.torch import save_file
 
@@ -254,7 +276,8 @@ def export_safetensors(folder: Path, out: Path) -> Path:
     tensors |= {
         f"{field}.{name}": tensor.contiguous() for field, tree in others.items() for name, tensor in tree.items()
     }
-    meta = {key: value if isinstance(value, str) else json.dumps(value) for key, value in served.meta.items()}
+    told = {**served.meta, "parameters": sum(p.numel() for p in module.parameters())}
+    meta = {key: value if isinstance(value, str) else json.dumps(value) for key, value in told.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with usual_mode(out):
@@ -265,12 +288,11 @@ def export_safetensors(folder: Path, out: Path) -> Path:
 
 
 def module_of(served: Served) -> torch.nn.Module:
-    """The network with the global values, in evaluation mode; `ConfigError` where the method has no one network."""
-    if "params" not in served.view:
-        raise ConfigError("the global view of this method is no single network; use scores() or predict() instead")
-    served.context.bind(served.view["params"], served.view.get("buffers"))
-    served.context.net.train(False)
-    return served.context.net.module
+    """The network that is served, with its values and in evaluation mode; `ConfigError` where there is no single one.
+
+    Of a method that prunes it is the compact one.
+    """
+    return served.deployed().net.module
 
 
 def top(scores: Sequence[float], names: Sequence[str], count: int = 5) -> list[tuple[str, float]]:

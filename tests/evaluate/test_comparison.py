@@ -22,7 +22,8 @@ def test_measures_keep_numbers_only() -> None:
 
 def test_pooled_data_have_no_traffic_and_no_clients() -> None:
     known = {"final_accuracy": 0.5, "bytes_up": 7, "bytes_down": 8, "per_client_accuracy_mean": 0.5}
-    known |= {"per_client_accuracy_worst10": 0.1, "sample_visits": 9}
+    known |= {"per_client_accuracy_worst10": 0.1, "personal_domain_mean": 0.4, "personal_domain_std": 0.1}
+    known |= {"personal_domain_worst": 0.2, "sample_visits": 9}
     assert measures(known) == known == measures({**known, "data_view": "stream"})
     for view in ("pooled_cumulative", "pooled_cumulative_all"):
         assert measures({**known, "data_view": view}) == {"final_accuracy": 0.5, "sample_visits": 9}

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -74,6 +74,7 @@ def test_what_differs_by_noise_alone_is_equal():
     assert (found.p_t, found.p_wilcoxon) == (1.0, 1.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=9))
 def test_no_values_raise_a_warning(pairs):
     found = compare_paired(*(np.divide(side, 7) for side in zip(*pairs, strict=True)))

@@ -15,8 +15,11 @@ def test_every_key_in_order_and_null_where_unknown():
 
 
 def test_extras_follow():
-    summary = make_summary(data_view="stream", degraded_rounds=0, unseen_examples=2, accuracy_within_task=0.9)
+    summary = make_summary(**dict.fromkeys(reversed(EXTRA_KEYS)), method="fedavg")
     assert tuple(summary) == SUMMARY_KEYS + EXTRA_KEYS
+    some = make_summary(personal_domain_accuracy={"photo": 0.5, "sketch": None}, unseen_examples=2)
+    assert tuple(some) == (*SUMMARY_KEYS, "unseen_examples", "personal_domain_accuracy")
+    assert some["personal_domain_accuracy"] == {"photo": 0.5, "sketch": None}
 
 
 def test_unknown_key_names_the_closest():

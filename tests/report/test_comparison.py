@@ -66,6 +66,19 @@ def test_cells_hold_mean_and_half_width_and_empty_columns_are_left_out():
     ]  # fmt: skip
 
 
+def test_own_views_have_columns_where_those_of_some_method_are_others_than_the_global_one():
+    known = {"domain_mean": 0.5, "domain_std": 0.02, "domain_worst": 0.4}
+    same, own = ({f"personal_{key}": value + more for key, value in known.items()} for more in (1e-15, 0.1))
+    first, second = entry(KEYS["a|b"], 0.5, **known, **same), entry(KEYS["slow"], 0.5, **known, **own)
+    assert not [head for head in report.grid(content(methods={"a|b": first}))[0] if "own views" in head]
+    head, *cells = report.grid(content(methods={"a|b": first, "slow": second}))
+    place = head.index("Domains, worst, %") + 1
+    assert head[place : place + 3] == [
+        "Domains, own views, mean, %", "Domains, own views, deviation (ddof 0), pp", "Domains, own views, worst, %",
+    ]  # fmt: skip
+    assert [row[place : place + 3] for row in cells] == [["50.0", "2.0", "40.0"], ["60.0", "12.0", "50.0"]]
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(11_700, "0.0117"), (99_900_000, "99.9"), (324_000_000, "324"), (4_800_000_000, "4\u2009800")]
 )
@@ -229,6 +242,18 @@ def test_the_report_of_a_comparison_shows_its_table_and_its_runs(tmp_path, write
     assert "Missing: top1, seed 1; it has not been run yet." in page
     both = write_report([tmp_path, tmp_path / "runs" / ("a" * 63 + "0")], tmp_path / "both.html").read_text()
     assert "3 runs compared" in both
+    assert "Accuracy against" not in page, "both send as much"
+
+
+def test_the_report_of_a_comparison_shows_accuracy_against_costs(tmp_path, write_run):
+    cheap, dear = (entry(key * 64, 0.5, flops_per_example=cost) for key, cost in (("a", 1e6), ("b", 1e9)))
+    (tmp_path / "compare.json").write_text(json.dumps(content(methods={"<cheap>": cheap, "dear": dear})))
+    for key in "ab":
+        for seed in range(3):
+            write_run(tmp_path / "runs" / f"{key * 63}{seed}", stages=1, rounds=1)
+    page = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert page.count("Accuracy against operations</text>") == 1 and "Accuracy against traffic" not in page
+    assert "</svg>&lt;cheap&gt;</li>" in page and "</svg>dear</li>" in page
 
 
 def test_runs_that_two_labels_share_are_shown_once(tmp_path):

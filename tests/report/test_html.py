@@ -69,12 +69,15 @@ def test_user_text_is_escaped(tmp_path, write_run):
     folder = write_run(tmp_path / "run", method=evil)
     summary = json.loads((folder / "summary.json").read_text())
     summary |= {"dataset": evil, "scenario": evil, "domain_accuracy": {evil: 0.5}, "params_sha256": evil}
+    told = {"title": evil, "axes": [evil, "client"], "rows": [evil], "columns": [evil, 0], "values": [[0, 1]]}
+    (folder / "facts.json").write_text(json.dumps({"tables": [{**told, "note": evil}]}))
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "config.yaml").write_text(f"method: '{evil}'\n")
     (folder / "env.json").write_text(json.dumps({evil: [evil]}))
     (folder / "partition.json").write_text(json.dumps({evil: evil}))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"stage": 0, "round": 9, "scope": "round", "exchange": evil}) + "\n")
+        file.write(json.dumps({"stage": 0, "scope": "stage", "accuracy/domains": {evil: 0.5}}) + "\n")
     for folders in ([folder], [folder, folder]):
         text, page = page_of(folders, tmp_path / "report.html")
         assert "script" not in page.tags
@@ -175,6 +178,65 @@ def test_accuracy_inside_stages_is_shown(tmp_path, write_run):
     assert '<th scope="col">accuracy</th>' in text
     assert "<td>12.3 %</td>" in text
     assert page.tags.count("svg") == 4
+
+
+def with_domains(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        if row["scope"] == "stage":
+            row["accuracy/domains"] = {"photo": 0.5, "sketch": 0.25}
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    summary = json.loads((folder / "summary.json").read_text())
+    summary |= {"domain_accuracy": {"photo": 0.5, "sketch": 0.25}, "domain_mean": 0.375, "domain_std": 0.125}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_domains_and_what_the_method_tells_are_shown(tmp_path, write_run):
+    folder = with_domains(write_run(tmp_path / "run", stages=2))
+    told = {"title": "Overlap", "axes": ["client", "client"], "rows": [0, 1], "columns": [0, 1]}
+    tables = [{**told, "values": [[1.0, 0.25], [0.25, 1.0]], "note": "Jaccard index."}]
+    (folder / "facts.json").write_text(json.dumps({"tables": tables}))
+    text, page = page_of([folder], tmp_path / "report.html")
+    assert page.tags.count("svg") == 3 + 1 + 2, "the curves of the domains and two marks of their legend"
+    assert {"photo", "sketch", "Accuracy per domain", "Overlap"} <= set(page.words)
+    assert "mean 37.5 %, deviation (ddof 0) 12.5 pp" in text
+    assert '<td style="--v:1.000">1.00</td><td style="--v:0.100">0.25</td>' in text
+    assert '<td style="--v:0.500">50.0 %</td>' in text
+    assert "Jaccard index. Faintest: 0.25, strongest: 1.00." in text
+    text, page = page_of([with_domains(write_run(tmp_path / "one", stages=1))], tmp_path / "report.html")
+    assert "Accuracy per domain over stages" not in text and "Accuracy per domain" in page.words
+
+
+def test_a_damaged_facts_file_is_a_problem_and_no_traceback(tmp_path, write_run):
+    folder = write_run(tmp_path / "run")
+    (folder / "facts.json").write_text('{"tables": [')
+    assert "facts.json does not hold a JSON object." in page_of([folder], tmp_path / "report.html")[0]
+    (folder / "facts.json").write_text('{"tables": [{"title": 3}]}')
+    assert "1 table of facts.json cannot be read." in page_of([folder], tmp_path / "report.html")[0]
+
+
+def test_accuracy_against_costs_is_drawn_where_runs_differ_in_them(tmp_path, write_run):
+    folders = [write_run(tmp_path / m, method=m, stages=2) for m in ("a", "b")]
+    text, _ = page_of(folders, tmp_path / "report.html")
+    assert "Accuracy against" not in text
+    summary = json.loads((folders[1] / "summary.json").read_text())
+    (folders[1] / "summary.json").write_text(json.dumps({**summary, "flops_per_example": 10_000_000}))
+    text, _ = page_of(folders, tmp_path / "report.html")
+    assert "Accuracy against operations" in text and "Accuracy against traffic" not in text
+    (folders[1] / "summary.json").write_text(json.dumps({**summary, "bytes_up": 7}))
+    assert "Accuracy against traffic" in page_of(folders, tmp_path / "report.html")[0]
+
+
+def test_own_views_that_differ_stand_side_by_side(tmp_path, write_run):
+    folders = [with_domains(write_run(tmp_path / m, method=m, stages=2)) for m in ("a", "b")]
+    assert "own views" not in page_of(folders, tmp_path / "report.html")[0]
+    summary = json.loads((folders[1] / "summary.json").read_text())
+    summary |= {"personal_domain_accuracy": {"photo": 0.75, "sketch": 0.5}, "personal_domain_mean": 0.625}
+    (folders[1] / "summary.json").write_text(json.dumps(summary))
+    text, _ = page_of(folders, tmp_path / "report.html")
+    assert '<th scope="row">Domains, own views, mean</th><td>–</td><td>62.5 %</td>' in text
 
 
 def test_names_differ(tmp_path):

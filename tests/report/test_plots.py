@@ -29,6 +29,21 @@ def test_curve_holds_the_recorded_values(tmp_path, write_run):
     assert list(lines["chance"].get_ydata()) == pytest.approx([50.0, 25.0, 100 / 6])
 
 
+def test_domains_are_lines_with_their_mean_and_deviation(tmp_path):
+    found = [{"a": 0.5, "b": None, "c": None}, {"a": 0.25, "b": 0.75, "c": None}]
+    metrics = tuple({"stage": t, "scope": "stage", "accuracy/domains": row} for t, row in enumerate(found))
+    record = RunRecord(tmp_path, metrics=metrics)
+    assert record.domain_curves == {"a": [0.5, 0.25], "b": [None, 0.75]}
+    ax = draw(plots.domain_curves, record)
+    a, b, mean = ax.get_lines()
+    assert list(a.get_ydata()) == [50.0, 25.0] and list(b.get_ydata())[1] == 75.0
+    assert list(mean.get_ydata()) == [50.0, 50.0]
+    assert (a.get_color(), b.get_color()) == (plots.look(0)[0], plots.look(1)[0])
+    (band,) = ax.collections
+    edges = band.get_paths()[0].vertices
+    assert {y for x, y in edges if x == 1} == {25.0, 75.0} and {y for x, y in edges if x == 0} == {50.0}
+
+
 def test_heat_map_writes_every_value_once():
     matrix = [[0.9, None], [0.4, 0.876]]
     ax = draw(plots.accuracy_heatmap, matrix)

@@ -56,3 +56,50 @@ def test_markdown():
     assert lines[2] == "| Final accuracy | 50.0 % | 25.0 % |"
     assert "| Backward transfer | +1.0 pp | – |" in lines
     assert "Forgetting" not in text
+
+
+DOMAINS = {
+    "final_accuracy": 0.5,
+    "domain_accuracy": {"photo": 0.75, "sketch": 0.25, "art": None},
+    "domain_mean": 0.5,
+    "domain_std": 0.25,
+    "domain_std_ddof1": 0.35,
+    "domain_worst": 0.25,
+}
+OWN = {
+    "personal_domain_accuracy": {"photo": 0.75, "sketch": 0.5, "art": None},
+    "personal_domain_mean": 0.625,
+    "personal_domain_std": 0.125,
+    "personal_domain_worst": 0.5,
+}
+
+
+def test_domains_are_shown_with_their_mean_deviation_and_worst():
+    assert summary_lines(DOMAINS) == [
+        ("Final accuracy", "50.0 %"),
+        ("Domains, mean", "50.0 %"),
+        ("Domains, deviation (ddof 0)", "25.0 pp"),
+        ("Domains, worst", "25.0 %"),
+        ("Domain photo", "75.0 %"),
+        ("Domain sketch", "25.0 %"),
+        ("Domain art", "–"),
+    ]
+
+
+def test_own_views_are_shown_where_they_are_others_than_the_global_one():
+    same = {f"personal_{key}": value for key, value in DOMAINS.items() if key.startswith("domain")}
+    noise = {**same, "personal_domain_accuracy": {"photo": 0.75 + 1e-15, "sketch": None, "art": None}}
+    assert summary_lines({**DOMAINS, **same}) == summary_lines({**DOMAINS, **noise}) == summary_lines(DOMAINS)
+    lines = summary_lines({**DOMAINS, **OWN})
+    assert lines[4:7] == [
+        ("Domains, own views, mean", "62.5 %"),
+        ("Domains, own views, deviation (ddof 0)", "12.5 pp"),
+        ("Domains, own views, worst", "50.0 %"),
+    ]
+    assert lines[-2] == ("Domain sketch, own views", "50.0 %")
+    table = markdown_table({"a": {**DOMAINS, **same}, "b": {**DOMAINS, **OWN}})
+    assert "| Domains, own views, mean | 50.0 % | 62.5 % |" in table
+    assert "own views" not in markdown_table({"a": {**DOMAINS, **same}})
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(summary_table({**DOMAINS, **OWN}))
+    assert all(part in shown.getvalue() for line in lines for part in line)

@@ -14,6 +14,7 @@ from fedloom.core.errors import (
 )
 from fedloom.core.method import DataPlan, Exchange, Method, ModelSpec, Reply, Trip, Update
 from fedloom.core.payload import Payload
+from fedloom.core.table import Table
 
 __all__ = [
     "Batch",
@@ -37,6 +38,7 @@ __all__ = [
     "Reply",
     "RunError",
     "Stage",
+    "Table",
     "Trip",
     "Update",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedloom.core.batches import Batches, Inputs
 from fedloom.core.context import ClientId, Context, Stage
 from fedloom.core.payload import ClassRows, Payload
+from fedloom.core.table import Table
 
 
 class Update(NamedTuple):
@@ -134,6 +135,13 @@ class Method:
         """
         ctx.bind(down["params"], down.get("buffers"))
         return ctx
+
+    def facts(self, server: Payload, states: Mapping[ClientId, Payload], ctx: Context) -> Sequence[Table]:
+        """What a finished run's report shows of this method, written to facts.json of the run folder.
+
+        states: of the clients that have one, read when they are asked for; empty where they lie on other machines.
+        """
+        return ()
 
 
 class DataPlan(Protocol):

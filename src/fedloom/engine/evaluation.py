@@ -1,19 +1,24 @@
-"""Evaluation of one stage: the global view on every task seen, and each client's own view where it differs."""
+"""Evaluation of one stage: the global view on every part of the test set that has arrived, and each client's own view
+where it differs.
+
+A part is the examples of one task and, where the data have domains, of one of these: counts are kept per part and
+summed to accuracies per task, per domain and overall.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
-from operator import add
 from typing import Any
 
 import numpy as np
 
-from fedloom.core import ClientId, Payload, RunError
+from fedloom.core import ClientId, DataPlan, Payload, RunError, Stage
 from fedloom.engine.checkpoint import Progress
 from fedloom.engine.experiment import Experiment
 from fedloom.engine.force import Force
 from fedloom.engine.runtime import CHUNK, Failed, Measured, Probe
+from fedloom.evaluate.domain import holders_mean
+from fedloom.evaluate.parts import Part, PartCounts
 from fedloom.evaluate.personal import expected_accuracy, spread
 from fedloom.evaluate.predict import Counts
 
@@ -32,30 +37,33 @@ def evaluate_stage(
 ) -> dict[str, Any]:
     """Evaluate after a stage (`final`) or inside one; a row of scope "stage".
 
-    Accuracy is over the test examples of every class seen so far, without task id. With `final` the row of the
-    accuracy matrix is kept in `progress`. Clients are those that have taken part.
+    Accuracy is over the test examples of every class and domain seen so far, without task or domain id; that of the
+    current ones is over what arrived with the stage. With `final` the row of the accuracy matrix is kept in
+    `progress`. Clients are those that have taken part.
     lose: told of a client whose view cannot be had, which is then left out; without it, that ends the run.
     """
     plan, context = experiment.plan, force.runtime.context
-    seen = plan.stage(stage).seen
-    tasks = [j for j, classes in enumerate(plan.tasks) if set(classes) & set(seen)]
+    here, names = plan.stage(stage), plan.domains
 
     def down(client: ClientId | None) -> Payload:
         return experiment.method.send(server, client, context(stage, exchange="evaluate", client=client))
 
-    counts = _measure(experiment, force, stage, [None], tasks, progress, down, stop)[None]
-    accuracies = counts.task_accuracies(plan.tasks)
+    found = _measure(experiment, force, stage, [None], progress, down, stop)[None]
+    total, accuracies = found.total(), found.task_accuracies(len(plan.tasks))
     row: dict[str, Any] = {"stage": stage, "round": None, "exchange": None, "scope": "stage"}
     row |= {
-        "accuracy": counts.accuracy(),
-        "accuracy/current": counts.accuracy(plan.stage(stage).classes),
-        "accuracy/within_task": counts.accuracy_within_task(),
+        "accuracy": total.accuracy(),
+        "accuracy/current": found.total(domains=here.domains if names else None).accuracy(here.classes),
+        "accuracy/within_task": total.accuracy_within_task(),
         "accuracy/tasks": accuracies,
-        "unseen": counts.unseen,
-        "seen_classes": len(seen),
+        "unseen": total.unseen,
+        "seen_classes": len(here.seen),
     }
+    if names:
+        row["seen_domains"] = len(here.seen_domains)
+        row["accuracy/domains"] = dict(zip(names, found.domain_accuracies(len(names)), strict=True))
     if personal:
-        row |= _clients(experiment, force, stage, tasks, progress, down, counts, stop, lose)
+        row |= _clients(experiment, force, stage, progress, down, found, stop, lose)
     if final:
         progress.matrix.append(accuracies)
         progress.test_counts = [len(plan.test(j)) for j in range(len(plan.tasks))]
@@ -63,68 +71,103 @@ def evaluate_stage(
     return row
 
 
+def _arrived(plan: DataPlan, stage: Stage) -> dict[Part, int]:
+    """Parts of the test set that have arrived by a stage, with their numbers of examples, empty ones left out."""
+    seen = set(stage.seen)
+    tasks = [j for j, classes in enumerate(plan.tasks) if seen & set(classes)]
+    if not plan.domains:
+        sizes = {Part(j): len(plan.test(j)) for j in tasks}
+    else:
+        sizes = {Part(j, k): len(plan.test(j, k)) for j in tasks for k in stage.seen_domains}
+    return {part: size for part, size in sizes.items() if size}
+
+
 def _measure(
     experiment: Experiment,
     force: Force,
     stage: int,
     clients: Sequence[ClientId | None],
-    tasks: Sequence[int],
     progress: Progress,
     down: Callable[[ClientId | None], Payload],
     stop: Callable[[], bool],
     lose: Callable[[str], None] | None = None,
-) -> dict[ClientId | None, Counts]:
-    """Counts per client (None: the global view) over the tasks; without clients that were lost."""
+) -> dict[ClientId | None, PartCounts]:
+    """Counts per client (None: the global view) over the parts that have arrived; without clients that were lost."""
+    plan, sizes = experiment.plan, _arrived(experiment.plan, experiment.plan.stage(stage))
     probes = []
     for client in clients:
         state = None if client is None else progress.versions.get(client)
-        for task in tasks:
-            for start in range(0, len(experiment.plan.test(task)), CHUNK):
-                size = min(CHUNK, len(experiment.plan.test(task)) - start)
-                probes.append(Probe(client, stage, task, start, start + size, state, size))
-    answers = force.carry_out(probes, down, stop=stop)
-    found: dict[ClientId | None, list[Counts]] = {client: [] for client in clients}
+        for part, size in sizes.items():
+            for start in range(0, size, CHUNK):
+                stop_at = min(start + CHUNK, size)
+                probes.append(Probe(client, stage, part.task, start, stop_at, state, stop_at - start, part.domain))
+    found: dict[ClientId | None, dict[Part, Counts]] = {client: {} for client in clients}
     lost: set[ClientId | None] = set()
-    for answer in answers:
+    for answer in force.carry_out(probes, down, stop=stop):
         if isinstance(answer, Failed):
-            view = "the global view" if answer.client is None else f"the view of client {answer.client}"
-            cause = f"evaluation of {view} at stage {stage} failed: {answer.reason}"
-            if not answer.lost or lose is None:
-                error = RunError(answer.reason if answer.fatal else cause)
-                error.add_note(answer.trace)
-                raise error
-            if answer.client not in lost:
+            cause = _failed(answer, stage, fatal=not answer.lost or lose is None)
+            if lose is not None and answer.client not in lost:
                 lose(cause)
             lost.add(answer.client)
             continue
         assert isinstance(answer, Measured)
-        found[answer.client].append(answer.counts)
-    zero = Counts.zero(experiment.plan.num_classes)
-    return {client: reduce(add, parts, zero) for client, parts in found.items() if client not in lost}
+        counts, part = found[answer.client], Part(answer.task, answer.domain)
+        counts[part] = counts[part] + answer.counts if part in counts else answer.counts
+    return {client: PartCounts(plan.num_classes, counts) for client, counts in found.items() if client not in lost}
+
+
+def _failed(answer: Failed, stage: int, *, fatal: bool) -> str:
+    """What is told of a view that cannot be had; `RunError` where the run cannot go on without it."""
+    view = "the global view" if answer.client is None else f"the view of client {answer.client}"
+    cause = f"evaluation of {view} at stage {stage} failed: {answer.reason}"
+    if fatal:
+        error = RunError(answer.reason if answer.fatal else cause)
+        error.add_note(answer.trace)
+        raise error
+    return cause
 
 
 def _clients(
     experiment: Experiment,
     force: Force,
     stage: int,
-    tasks: Sequence[int],
     progress: Progress,
     down: Callable[[ClientId | None], Payload],
-    common: Counts,
+    common: PartCounts,
     stop: Callable[[], bool],
     lose: Callable[[str], None] | None,
 ) -> dict[str, Any]:
-    """Accuracy per client under its own label mix; a client's own view is evaluated only where it has one."""
+    """Accuracy per client under its own mix of classes and domains, and per domain over the clients that hold it.
+
+    A client's own view is evaluated only where it has one.
+    """
+    plan, domains = experiment.plan, len(experiment.plan.domains)
     own = list(own_views(experiment, progress, down))
-    views = _measure(experiment, force, stage, own, tasks, progress, down, stop, lose) if own else {}
+    views = _measure(experiment, force, stage, own, progress, down, stop, lose) if own else {}
     lost = set(own) - views.keys()
-    accuracies, sizes = [], []
-    for client in (client for client in progress.served if client not in lost):
-        labels = experiment.plan.label_counts(client, stage).numpy()
-        by_class = views.get(client, common).class_accuracy()
-        accuracies.append(float(expected_accuracy(by_class, labels)[0]))
-        sizes.append(int(labels.sum()))
-    return spread(np.array(accuracies), np.array(sizes)).metrics()
+    clients = [client for client in progress.served if client not in lost]
+    held = [_held(plan, client, stage) for client in clients]
+    shared, cells = common.cell_accuracy(domains), {c: view.cell_accuracy(domains) for c, view in views.items()}
+    accuracies = [
+        float(expected_accuracy(cells.get(client, shared).ravel(), counts.ravel())[0])
+        for client, counts in zip(clients, held, strict=True)
+    ]
+    row = spread(np.array(accuracies), np.array([int(counts.sum()) for counts in held])).metrics()
+    if not domains:
+        return row
+    per_domain = [views.get(client, common).domain_accuracies(domains) for client in clients]
+    means = holders_mean(
+        np.array(per_domain, np.float64).reshape(-1, domains),
+        np.array([counts.sum(1) for counts in held]).reshape(-1, domains),
+    )
+    return {**row, "accuracy/domains_personal": dict(zip(plan.domains, means, strict=True))}
+
+
+def _held(plan: DataPlan, client: ClientId, stage: int) -> np.ndarray:
+    """int64 [domains, classes], one row without domains: the examples that a client has held up to the stage."""
+    if plan.domains:
+        return plan.domain_counts(client, stage).numpy()
+    return plan.label_counts(client, stage).numpy()[None]
 
 
 def own_views(

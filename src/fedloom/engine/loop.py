@@ -42,8 +42,8 @@ def run(
     """Carry out a run from its newest checkpoint, or from the start, and return what it measured.
 
     hire: finds who carries out the instructions; this process by default.
-    Writes metrics.jsonl, accuracy_matrix.csv, checkpoints/ and model/ in the folder. Raises `RunError` when the
-    run cannot go on, `Interrupted` when the user stopped it; what was committed stays and can be resumed.
+    Writes metrics.jsonl, accuracy_matrix.csv, facts.json, checkpoints/ and model/ in the folder. Raises `RunError` when
+    the run cannot go on, `Interrupted` when the user stopped it; what was committed stays and can be resumed.
     """
     audience = Audience(folder, observers)
     with hire(experiment, options, folder, audience.note) as force:

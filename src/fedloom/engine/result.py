@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from fedloom.core import Batches, Context, Payload
+from fedloom.core import Batches, Context, Method, Payload, PayloadError, Stage
 from fedloom.core.batches import Inputs
 from fedloom.core.payload import digest
 from fedloom.core.seeds import seeded
 from fedloom.engine.checkpoint import Progress
 from fedloom.engine.experiment import Experiment
+from fedloom.engine.facts import save_facts
 from fedloom.engine.files import save_payload, write_bytes
 from fedloom.engine.folder import RunFolder
 from fedloom.engine.runtime import Runtime
 from fedloom.evaluate.cost import active_parameters, flops_per_example, parameters
+from fedloom.evaluate.domain import domain_summary
 from fedloom.evaluate.matrix import AccuracyMatrix
 
 
 def conclude(
     experiment: Experiment, runtime: Runtime, folder: RunFolder, server: Payload, progress: Progress
 ) -> dict[str, Any]:
-    """Write model/ and accuracy_matrix.csv and return the summary's measured fields."""
+    """Write model/, accuracy_matrix.csv and facts.json and return the summary's measured fields."""
     last = experiment.plan.num_stages - 1
     ctx = runtime.context(last, exchange="evaluate")
     view = experiment.method.send(server, None, ctx)
     _save_model(folder, view)
+    save_facts(experiment, runtime.store, folder, server, progress, ctx)
     matrix = AccuracyMatrix.from_lists(progress.matrix, progress.test_counts)
     write_bytes(folder.path / "accuracy_matrix.csv", matrix.to_csv().encode())
     row = progress.last_stage_row
@@ -39,6 +43,7 @@ def conclude(
         "accuracy_matrix": progress.matrix,
         "per_client_accuracy_mean": row.get("accuracy/client_mean"),
         "per_client_accuracy_worst10": row.get("accuracy/client_worst10"),
+        **_domains(row),
         "bytes_up": progress.bytes_up,
         "bytes_down": progress.bytes_down,
         "sample_visits": progress.sample_visits,
@@ -63,23 +68,55 @@ def global_model(view: Payload) -> Payload:
     return found or view
 
 
+def arrived(stage: Stage) -> dict[str, list[int]]:
+    """The ids of the classes and domains of a stage, as the record of a model holds them."""
+    classes = {"seen": stage.seen, "old": stage.old, "current": stage.classes}
+    domains = {"seen": stage.seen_domains, "old": stage.old_domains, "current": stage.domains}
+    return {
+        **{key: list(ids) for key, ids in classes.items()},
+        **{f"{key}_domains": list(ids) for key, ids in domains.items()},
+    }
+
+
 def _save_model(folder: RunFolder, view: Payload) -> None:
     save_payload(folder.path / "model" / "model.safetensors", view, {"format": "fedloom"})
 
 
-def _costs(experiment: Experiment, runtime: Runtime, view: Payload, ctx: Context) -> dict[str, Any]:
-    module = runtime.net.module
-    sample = _one_example(experiment)
-    found: dict[str, Any] = {
-        "parameters": parameters(module),
-        "active_parameters": active_parameters(module),
-        "flops_per_example": None,
-    }
-    if sample is not None:
-        with seeded(experiment.seed, "flops"):
-            state = experiment.method.init_client(ctx)
-            found["flops_per_example"] = flops_per_example(lambda: experiment.method.predict(view, state, sample, ctx))
+def _domains(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Accuracy per domain and its summary, of the global view and of the clients' own; None without domains."""
+    found: dict[str, Any] = {}
+    for prefix, key in (("", "accuracy/domains"), ("personal_", "accuracy/domains_personal")):
+        accuracy = row.get(key)
+        summary = {"domain_accuracy": accuracy, **domain_summary(accuracy or {})}
+        found |= {f"{prefix}{name}": value for name, value in summary.items()}
     return found
+
+
+def _costs(experiment: Experiment, runtime: Runtime, view: Payload, ctx: Context) -> dict[str, Any]:
+    method, sample = experiment.method, _one_example(experiment)
+    with seeded(experiment.seed, "flops"):
+        state = method.init_client(ctx)
+        served = deployed(method, view, state, ctx) or ctx
+        return {
+            "parameters": parameters(runtime.net.module),
+            "active_parameters": active_parameters(served.net.module),
+            "flops_per_example": None
+            if sample is None
+            else flops_per_example(lambda: method.predict(view, state, sample, ctx)),
+        }
+
+
+def deployed(method: Method, view: Payload, state: Payload, ctx: Context) -> Context | None:
+    """The context around the network that a view is served with; None where the view is no single network.
+
+    That is so for a method which says nothing of it and whose view lacks parameters, or has some that do not fit.
+    """
+    if type(method).deployed is not Method.deployed:
+        return method.deployed(view, state, ctx)
+    try:
+        return method.deployed(view, state, ctx) if "params" in view else None
+    except PayloadError:
+        return None
 
 
 def _one_example(experiment: Experiment) -> Inputs | None:

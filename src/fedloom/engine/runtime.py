@@ -37,7 +37,10 @@ class Work(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Instruction to evaluate examples [start, stop) of a task; client None is the global view."""
+    """Instruction to evaluate examples [start, stop) of a task, of all its domains or of one.
+
+    client None is the global view.
+    """
 
     client: ClientId | None
     stage: int
@@ -46,6 +49,7 @@ class Probe(NamedTuple):
     stop: int
     state: str | None
     size: int
+    domain: int | None = None
 
 
 class Done(NamedTuple):
@@ -81,6 +85,7 @@ class Measured(NamedTuple):
     client: ClientId | None
     task: int
     counts: Counts
+    domain: int | None = None
 
 
 Instruction = Work | Probe
@@ -171,14 +176,14 @@ class Runtime:
             if todo.client is None:
                 state = self.experiment.method.init_client(ctx)
             counts = Counts.zero(plan.num_classes)
-            data: Batches = plan.test(todo.task).part(todo.start, todo.stop)
+            data: Batches = plan.test(todo.task, todo.domain).part(todo.start, todo.stop)
             for batch in data.epoch(batch_size=BATCH, purpose="evaluate", shuffle=False):
                 scores = self.experiment.method.predict(down, state, batch.x, ctx).detach().cpu()
                 if scores.shape != (len(batch.y), plan.num_classes):
                     shapes = f"{list(scores.shape)}, expected {[len(batch.y), plan.num_classes]}"
                     raise PayloadError(f"predict returned scores of shape {shapes}")
                 counts += count_correct(scores, batch.y, plan.tasks, seen=ctx.stage.seen, num_classes=plan.num_classes)
-        return Measured(todo.client, todo.task, counts)
+        return Measured(todo.client, todo.task, counts, todo.domain)
 
 
 def _reason(error: Exception, log: Path) -> str:

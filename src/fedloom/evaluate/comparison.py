@@ -24,6 +24,9 @@ RESULTS = (
     "domain_mean",
     "domain_std",
     "domain_worst",
+    "personal_domain_mean",
+    "personal_domain_std",
+    "personal_domain_worst",
 )
 COSTS = (
     "bytes_up",
@@ -38,7 +41,15 @@ COSTS = (
 )
 TROUBLES = ("failed_clients", "rejected_updates", "degraded_rounds")
 MEASURES = (*RESULTS, *COSTS, *TROUBLES)
-OF_FEDERATIONS = ("bytes_up", "bytes_down", "per_client_accuracy_mean", "per_client_accuracy_worst10")
+OF_FEDERATIONS = (
+    "bytes_up",
+    "bytes_down",
+    "per_client_accuracy_mean",
+    "per_client_accuracy_worst10",
+    "personal_domain_mean",
+    "personal_domain_std",
+    "personal_domain_worst",
+)
 
 
 def measures(summary: Summary) -> dict[str, float]:

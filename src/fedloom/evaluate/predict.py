@@ -84,14 +84,6 @@ class Counts:
         np.divide(self.correct, self.total, out=accuracy, where=self.total > 0)
         return accuracy
 
-    def task_accuracies(self, tasks: Sequence[Iterable[int]]) -> list[float | None]:
-        """A row of the accuracy matrix: one accuracy per task, None where a task has no examples here."""
-        return [self.accuracy(classes) for classes in tasks]
-
-    def task_totals(self, tasks: Sequence[Iterable[int]]) -> list[int]:
-        """Number of examples per task."""
-        return [int(self.total[list(classes)].sum()) for classes in tasks]
-
 
 def _ratio(hits: np.ndarray, total: np.ndarray, classes: Iterable[int] | None) -> float | None:
     if classes is not None:

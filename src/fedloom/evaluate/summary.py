@@ -49,7 +49,17 @@ SUMMARY_KEYS = (
     "state_sha256",
 )
 
-EXTRA_KEYS = ("accuracy_within_task", "unseen_examples", "degraded_rounds", "data_view")
+EXTRA_KEYS = (
+    "accuracy_within_task",
+    "unseen_examples",
+    "degraded_rounds",
+    "data_view",
+    "personal_domain_accuracy",
+    "personal_domain_mean",
+    "personal_domain_std",
+    "personal_domain_std_ddof1",
+    "personal_domain_worst",
+)
 
 
 def make_summary(**known: Any) -> dict[str, Any]:

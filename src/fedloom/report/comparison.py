@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.core.errors import ConfigError
+from fedloom.report.tables import differ
 from fedloom.report.units import NONE, count, duration, percent
 
 if TYPE_CHECKING:
@@ -110,6 +111,19 @@ def _p_value(entry: Content) -> str | None:
     return None if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
+def _own_views(content: Content) -> tuple[Column, ...]:
+    """Columns of the clients' own views on domains, where those of some method differ from its global view."""
+    keys = ("domain_mean", "domain_std", "domain_worst")
+    means = [{key: found["mean"] for key, found in entry["metrics"].items()} for entry in content["methods"].values()]
+    if not any(differ({key: mean.get(f"personal_{key}") for key in keys}, mean) for mean in means):
+        return ()
+    return (
+        Column("Domains, own views, mean, %", _spread("personal_domain_mean")),
+        Column("Domains, own views, deviation (ddof 0), pp", _spread("personal_domain_std")),
+        Column("Domains, own views, worst, %", _spread("personal_domain_worst")),
+    )
+
+
 def _columns(content: Content) -> list[Column]:
     """Results, then costs, without columns that are empty for every method."""
     known = (
@@ -122,6 +136,7 @@ def _columns(content: Content) -> list[Column]:
         Column("Domains, mean, %", _spread("domain_mean")),
         Column("Domains, deviation (ddof 0), pp", _spread("domain_std")),
         Column("Domains, worst, %", _spread("domain_worst")),
+        *_own_views(content),
         Column(f"p of final accuracy against {content['reference']}", _p_value),
         Column("MB sent by clients", _mean("bytes_up", megabytes)),
         Column("MB sent to clients", _mean("bytes_down", megabytes)),

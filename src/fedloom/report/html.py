@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.core.errors import ConfigError
-from fedloom.report import comparison, plots
+from fedloom.report import comparison, costs, plots
+from fedloom.report.cells import domain_accuracies, domain_cells, fact_cells
 from fedloom.report.record import Row, RunRecord, number, read_run
-from fedloom.report.tables import COSTS, RESULTS, TROUBLE, comparison_rows, warning
+from fedloom.report.tables import COSTS, OWN_VIEWS, RESULTS, TROUBLE, comparison_rows, warning
 from fedloom.report.units import NONE, byte_size, count, decimal, duration, percent, points, signed_points
 
 if TYPE_CHECKING:
@@ -66,17 +67,16 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     if not folders:
         raise ConfigError("a report needs at least one run folder.")
     runs: list[tuple[str | None, Path]] = []
-    grids = []
+    contents = []
     for folder in map(Path, folders):
         if comparison.is_comparison(folder):
             content = comparison.read_comparison(folder)
             runs += comparison.run_folders(folder, content).items()
-            head, *rows = comparison.grid(content)
-            grids.append((comparison.title(content), Grid(head, rows, " ".join(comparison.notes(content)))))
+            contents.append(content)
         else:
             runs.append((None, folder))
     names = [name for name, _ in runs]
-    page = render([read_run(path) for _, path in runs], names, grids)
+    page = render([read_run(path) for _, path in runs], names, contents)
     try:
         partial = out.with_name(out.name + ".partial")
         partial.write_text(page, encoding="utf-8", errors="backslashreplace")
@@ -87,9 +87,9 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
 
 
 def render(
-    records: Sequence[RunRecord], names: Sequence[str | None] = (), comparisons: Sequence[tuple[str, Grid]] = ()
+    records: Sequence[RunRecord], names: Sequence[str | None] = (), comparisons: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The page as text. names: of the runs, None for one of its own making. comparisons: titles and tables."""
+    """The page as text. names: of the runs, None for one of its own making. comparisons: contents of compare.json."""
     from importlib.resources import files
 
     from jinja2 import Environment, StrictUndefined
@@ -100,9 +100,10 @@ def render(
     ).from_string(files("fedloom.report").joinpath("template.html").read_text(encoding="utf-8"))
     with plots.styled():
         runs = [_run_view(record, name, f"run{i}") for i, (record, name) in enumerate(zip(records, names, strict=True))]
-        several = _comparison_view(records, names) if len(records) > 1 else None
+        several = _comparison_view(records, names, costly=not comparisons) if len(records) > 1 else None
+        compared = [_compared_view(content, f"compared{i}") for i, content in enumerate(comparisons)]
     title = names[0] if len(records) == 1 else f"{len(records)} runs compared"
-    return template.render(title=title, runs=runs, several=several, comparisons=comparisons, glossary=GLOSSARY)
+    return template.render(title=title, runs=runs, several=several, comparisons=compared, glossary=GLOSSARY)
 
 
 def _unique(names: Sequence[str | None], records: Sequence[RunRecord]) -> list[str]:
@@ -140,7 +141,9 @@ def _run_view(record: RunRecord, name: str, key: str) -> dict[str, Any]:
         "tiles": _tiles(record),
         "pictures": _pictures(record, key),
         "stages": _stage_grid(record),
-        "domains": _domain_grid(record),
+        "domains": domain_cells(record),
+        "domain_curves": _domain_curves(record, key),
+        "told": fact_cells(record),
         "costs": _key_grid(record.summary, (*COSTS, *TROUBLE)),
         "rounds": _round_grid(record),
         "partition_picture": _data_uri(record.picture),
@@ -277,11 +280,14 @@ def _round_row(row: Row) -> list[str]:
     ]
 
 
-def _domain_grid(record: RunRecord) -> Grid | None:
-    domains = record.summary.get("domain_accuracy")
-    if not isinstance(domains, Mapping) or not domains:
+def _domain_curves(record: RunRecord, key: str) -> dict[str, Any] | None:
+    """The picture and its legend, where there are domains and stages to draw a line through."""
+    if len(record.stages) < 2 or not record.domain_curves:
         return None
-    return Grid(["domain", "accuracy"], [[str(name), percent(number(domains, name))] for name in domains])
+    return {
+        "picture": _svg(f"{key}-domains", 5.4, 3.8, lambda ax: plots.domain_curves(ax, record)),
+        "legend": _legend(list(record.domain_curves)),
+    }
 
 
 def _key_grid(summary: Row, keys: Sequence[tuple[str, str, Callable[[Any], str]]]) -> Grid | None:
@@ -308,8 +314,38 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _comparison_view(records: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
-    """Side by side: every number that some run has, the settings that differ, the curves in one picture."""
+def _compared_view(content: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Title, table and costs of a comparison."""
+    head, *rows = comparison.grid(content)
+    points = costs.of_methods(content)
+    return {
+        "title": comparison.title(content),
+        "table": Grid(head, rows, " ".join(comparison.notes(content))),
+        "costs": _costs(list(points.values()), f"{key}-costs"),
+        "legend": _legend(list(points)),
+    }
+
+
+def _costs(points: Sequence[costs.Point], name: str) -> Any:
+    """Accuracy against what it costs; None where nothing differs."""
+    drawn = costs.drawable(points)
+    if not drawn:
+        return None
+    made = plots.figure(3.8 * len(drawn), 3.4)
+    for ax, cost in zip(made.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        costs.scatter(ax, points, cost)
+    return _markup(plots.svg(made, name))
+
+
+def _legend(names: Sequence[str]) -> list[tuple[str, Any]]:
+    return [(name, _markup(plots.legend_mark(i))) for i, name in enumerate(names)]
+
+
+def _comparison_view(records: Sequence[RunRecord], names: Sequence[str], *, costly: bool) -> dict[str, Any]:
+    """Side by side: every number that some run has, the settings that differ, the curves in one picture.
+
+    costly: with accuracy against costs, which a comparison of methods shows by itself.
+    """
     keyed = {name: _clean(record.summary) for name, record in zip(names, records, strict=True)}
     configs = [flatten(record.config) for record in records]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -323,12 +359,14 @@ def _comparison_view(records: Sequence[RunRecord], names: Sequence[str]) -> dict
         "settings": Grid(["", *names], shared) if shared else None,
         "options": Grid(["", *names], apart) if apart else None,
         "curves": _svg("all", 7.6, 4.0, lambda ax: plots.overlaid_curves(ax, records)) if any_curve else None,
-        "legend": [(name, _markup(plots.legend_mark(i))) for i, name in enumerate(names)],
+        "costs": _costs([costs.of_summary(record.summary) for record in records], "all-costs") if costly else None,
+        "legend": _legend(names),
     }
 
 
-def _clean(summary: Row) -> dict[str, float | None]:
-    return {key: number(summary, key) for key, _, _ in (*RESULTS, *COSTS, *TROUBLE)}
+def _clean(summary: Row) -> dict[str, Any]:
+    numbers = {key: number(summary, key) for key, _, _ in (*RESULTS, *OWN_VIEWS, *COSTS, *TROUBLE)}
+    return {**numbers, **domain_accuracies(summary)}
 
 
 def _data_uri(picture: Path | None) -> str | None:

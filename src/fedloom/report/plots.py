@@ -125,6 +125,28 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
         _legend_below(ax)
 
 
+def domain_curves(ax: Axes, record: RunRecord) -> None:
+    """Accuracy of the global view on every domain over stages: their mean, thick, and one deviation (ddof 0) around it.
+
+    A domain has a value from the stage on in which it has arrived. Lines look as `look` says, in the order of
+    `record.domain_curves`.
+    """
+    import numpy as np
+
+    curves = np.array([[math.nan if v is None else 100 * v for v in c] for c in record.domain_curves.values()])
+    x = [row["stage"] for row in record.stages]
+    for i, curve in enumerate(curves):
+        color, marker, stroke = look(i)
+        ax.plot(x, curve, linestyle=stroke, color=color, marker=marker, lw=1.4, zorder=3, clip_on=False)
+    known = [column[~np.isnan(column)] for column in curves.T]
+    mean, std = np.array([(c.mean(), c.std()) if len(c) else (math.nan, math.nan) for c in known]).T
+    ax.fill_between(x, mean - std, mean + std, color=MUTED, alpha=0.16, linewidth=0, zorder=1)
+    ax.plot(x, mean, color=INK, lw=2.8, zorder=4, clip_on=False)
+    _stage_axis(ax, x)
+    _percent_axis(ax)
+    ax.set_title("Accuracy per domain over stages")
+
+
 def accuracy_bars(ax: Axes, record: RunRecord) -> None:
     """The accuracies of a run with a single stage, as horizontal bars."""
     row = record.stages[-1] if record.stages else {}

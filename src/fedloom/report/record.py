@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ class RunRecord:
 
     Mappings are empty where a file is missing. matrix: R[t][j] as fractions, None where there is no value.
     problems: one sentence per file that is there but cannot be read. status: "done", "failed" or "unfinished".
-    picture: the picture of the partition, None where there is none.
+    picture: the picture of the partition, None where there is none. facts: what the method tells of the run.
     """
 
     folder: Path
@@ -35,6 +37,7 @@ class RunRecord:
     env: Mapping[str, Any] = field(default_factory=dict)
     metrics: tuple[Row, ...] = ()
     partition: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     matrix: Matrix = field(default_factory=list)
     picture: Path | None = None
     problems: tuple[str, ...] = ()
@@ -82,6 +85,34 @@ class RunRecord:
         ends = {last[r["stage"]]: r["accuracy"] for r in self.stages if r["stage"] in last and _has_accuracy(r)}
         return sorted((inside | ends).items()) if inside else []
 
+    @property
+    def domain_names(self) -> list[str]:
+        """Names of the domains by id; empty where there are none."""
+        names = self.partition.get("domain_names")
+        return [str(name) for name in names] if isinstance(names, list) else []
+
+    @property
+    def domain_curves(self) -> dict[str, list[float | None]]:
+        """Domain -> accuracy of the global view after every stage; without domains that never have one."""
+        found = [row.get("accuracy/domains") for row in self.stages]
+        rows = [row if isinstance(row, Mapping) else {} for row in found]
+        names = dict.fromkeys(name for row in rows for name in row if number(row, name) is not None)
+        return {name: [number(row, name) for row in rows] for name in names}
+
+    @cached_property
+    def main_domains(self) -> dict[str, int]:
+        """Client id as text -> id of the domain of which it holds most examples over all stages."""
+        held: dict[str, Counter[int]] = {}
+        stages = self.partition.get("stages")
+        for stage in stages if isinstance(stages, list) else ():
+            clients = _dig(stage, "clients")
+            for client in clients if isinstance(clients, Mapping) else ():
+                counts = _dig(clients, client, "domains")
+                known = counts if isinstance(counts, Mapping) else {}
+                numbers = {int(k): number(known, k) or 0 for k in known if k.isdecimal() and len(k) < 9}
+                held.setdefault(client, Counter()).update(numbers)
+        return {client: counts.most_common(1)[0][0] for client, counts in held.items() if counts}
+
     def _scope(self, scope: str) -> Iterator[Row]:
         rows = (row for row in self.metrics if row.get("scope") == scope and _is_placed(row))
         # Stable: rows of a stage keep the order in which they were written.
@@ -125,6 +156,7 @@ def read_run(folder: Path) -> RunRecord:
         env=_read_json(folder / "env.json", problems),
         metrics=metrics,
         partition=_read_json(folder / "partition.json", problems),
+        facts=_read_json(folder / "facts.json", problems),
         matrix=_find_matrix(folder, summary, metrics, problems),
         picture=next((p for p in (folder / f"partition.{kind}" for kind in ("png", "svg")) if p.is_file()), None),
         problems=tuple(problems),

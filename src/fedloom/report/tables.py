@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,11 @@ RESULTS: tuple[tuple[str, str, Format], ...] = (
     ("domain_mean", "Domains, mean", percent),
     ("domain_std", "Domains, deviation (ddof 0)", points),
     ("domain_worst", "Domains, worst", percent),
+)
+OWN_VIEWS: tuple[tuple[str, str, Format], ...] = (
+    ("personal_domain_mean", "Domains, own views, mean", percent),
+    ("personal_domain_std", "Domains, own views, deviation (ddof 0)", points),
+    ("personal_domain_worst", "Domains, own views, worst", percent),
 )
 COSTS: tuple[tuple[str, str, Format], ...] = (
     ("wall_seconds", "Wall time", duration),
@@ -50,13 +56,38 @@ def lines_of(summary: Summary, keys: tuple[tuple[str, str, Format], ...]) -> lis
     return [(label, write(summary[key])) for key, label, write in keys if summary.get(key) is not None]
 
 
+def results(*summaries: Summary) -> tuple[tuple[str, str, Format], ...]:
+    """`RESULTS`, and `OWN_VIEWS` where clients of some run predict otherwise than its global view."""
+    return (*RESULTS, *OWN_VIEWS) if any(map(has_own_views, summaries)) else RESULTS
+
+
+def has_own_views(summary: Summary) -> bool:
+    """Whether the clients' own views have other accuracies per domain than the global one."""
+    return differ(*(summary.get(key) or {} for key in ("personal_domain_accuracy", "domain_accuracy")))
+
+
+def differ(own: Mapping[str, Any], common: Mapping[str, Any]) -> bool:
+    """Whether two mappings differ, by more than rounding, in a number that both have."""
+    pairs = [(own[key], common[key]) for key in own.keys() & common.keys()]
+    return any(a is not None and b is not None and not math.isclose(a, b, abs_tol=1e-9) for a, b in pairs)
+
+
+def domain_lines(summary: Summary) -> list[tuple[str, str]]:
+    """(label, value) per domain, of the global view, then of the clients' own where these differ from it."""
+    views = [("", summary.get("domain_accuracy"))]
+    views += [(", own views", summary["personal_domain_accuracy"])] if has_own_views(summary) else []
+    return [
+        (f"Domain {name}{whose}", percent(value)) for whose, found in views for name, value in (found or {}).items()
+    ]
+
+
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """(label, value) of everything worth a line after a run; what does not apply is left out.
 
     Troubles are listed only where something went wrong.
     """
     trouble = [(label, write(summary[key])) for key, label, write in TROUBLE if summary.get(key)]
-    return lines_of(summary, RESULTS) + lines_of(summary, COSTS) + trouble
+    return lines_of(summary, results(summary)) + domain_lines(summary) + lines_of(summary, COSTS) + trouble
 
 
 def warning(summary: Summary) -> str:
@@ -83,7 +114,7 @@ def run_title(summary: Summary) -> str:
 
 
 def summary_table(summary: Summary) -> Table:
-    """A rich table for the terminal, results first, then costs, then troubles if any."""
+    """A rich table for the terminal: results, accuracies per domain, costs, and troubles if any."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -93,7 +124,9 @@ def summary_table(summary: Summary) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right", style="bold")
     trouble = [(label, write(summary[key])) for key, label, write in TROUBLE if summary.get(key)]
-    for group in (lines_of(summary, RESULTS), lines_of(summary, COSTS), trouble):
+    for group in (lines_of(summary, results(summary)), domain_lines(summary), lines_of(summary, COSTS), trouble):
+        if not group:
+            continue
         for label, value in group:
             table.add_row(escape(label), escape(value))
         table.add_section()
@@ -113,7 +146,7 @@ def comparison_rows(summaries: Mapping[str, Summary]) -> list[tuple[str, list[st
     """(label, one value per run) for every number that at least one of the runs has."""
     return [
         (label, [NONE if (s.get(key) is None) else write(s[key]) for s in summaries.values()])
-        for key, label, write in (*RESULTS, *COSTS, *TROUBLE)
+        for key, label, write in (*results(*summaries.values()), *COSTS, *TROUBLE)
         if any(s.get(key) is not None for s in summaries.values())
     ]
 

@@ -137,7 +137,7 @@ WEIGHTLESS = "its answer is damaged: its weight did not come"
 
 FAILED: dict[str, tuple[Change, str]] = {
     "no header": (said(**{"no header": True}), NO_HEADER),
-    "another protocol": (said(protocol=2), "the other side speaks version 2 of the protocol and this one 1"),
+    "another protocol": (said(protocol=1), "the other side speaks version 1 of the protocol and this one 2"),
     "another run": (said(run="0" * 32), OTHER_ROUND),
     "another round": (lambda found, records: found.update(number=found["number"] - 1), OTHER_ROUND),
     "no round": (said(number=None), OTHER_ROUND),

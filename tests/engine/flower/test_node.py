@@ -173,6 +173,15 @@ def test_evaluation_counts_a_part_of_the_test_examples(tmp_path: Path):
     assert set(said["answers"][0]) == {"k", "index"}
 
 
+def test_evaluation_may_be_of_one_domain(tmp_path: Path):
+    """Of the task's 80 examples every second one is of the second domain."""
+    given = node(tmp_path)
+    for start, stop, number in ((0, 40, 40), (30, 80, 10)):
+        said, content = ask(given, Probe(2, 0, 0, start, stop, None, 0, 1))
+        counts = unpack(content, said["answers"][0]["index"])["0"]["counts"]
+        assert int(counts["total"].sum()) == number
+
+
 def test_pings_say_what_a_node_is_at_work_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = node(tmp_path)
 
@@ -219,6 +228,8 @@ def test_the_final_view_of_a_client_is_left_with_its_state(tmp_path: Path):
     assert digest(load_payload(folder / "model" / "state.safetensors")) == digest(load_payload(kept))
     said = json.loads((folder / "model" / "model.json").read_text())
     assert (said["name"], said["client"]) == ("toy", 2)
+    assert (said["seen"], said["old"], said["current"]) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3], [4, 5])
+    assert said["seen_domains"] == said["old_domains"] == said["current_domains"] == [0, 1]
     import yaml
 
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {"seed": 3, "method": "größe"}

@@ -50,7 +50,7 @@ def good(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return said, {**CONTENT, metrics_at("0"): metrics}
 
 
-@pytest.mark.parametrize("instruction", [WORK, CENSUS, PROBE, PROBE._replace(state=None)])
+@pytest.mark.parametrize("instruction", [WORK, CENSUS, PROBE, PROBE._replace(state=None), PROBE._replace(domain=1)])
 def test_instructions_come_back_as_they_were(instruction: Work | Probe):
     assert told(json.loads(json.dumps(tell(instruction)))) == instruction
 
@@ -68,10 +68,17 @@ def test_instructions_that_cannot_be_are_refused(change: dict[str, Any]):
         told({**tell(WORK), **change})
 
 
-def test_an_instruction_that_lacks_something_is_refused():
-    for name in tell(WORK):
+@pytest.mark.parametrize("domain", [-1, "1", 0.5, []])
+def test_a_probe_of_a_domain_that_cannot_be_is_refused(domain: Any):
+    with pytest.raises(PayloadError, match="the message's numbers must be whole and from 0 up"):
+        told({**tell(PROBE), "domain": domain})
+
+
+@pytest.mark.parametrize("whole", [WORK, PROBE])
+def test_an_instruction_that_lacks_something_is_refused(whole: Work | Probe):
+    for name in tell(whole):
         with pytest.raises(PayloadError, match="holds no instruction that this version knows"):
-            told({key: value for key, value in tell(WORK).items() if key != name})
+            told({key: value for key, value in tell(whole).items() if key != name})
 
 
 def test_an_upload_is_taken_with_its_weight_and_metrics():
@@ -86,6 +93,7 @@ def test_counts_come_back_as_they_were():
     records, index = Packer().pack({"0": counts_payload(COUNTS)})
     answer, written = taken({"k": 0, "index": index}, records, PROBE)
     assert answer == Measured(3, 1, COUNTS) and written == []
+    assert taken({"k": 0, "index": index}, records, PROBE._replace(domain=0))[0] == Measured(3, 1, COUNTS, 0)
     with pytest.raises(AssertionError):
         assert taken({"k": 0, "index": index}, records, PROBE, classes=4)[0] == answer
 

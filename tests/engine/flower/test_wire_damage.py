@@ -180,6 +180,6 @@ def test_headers_travel_and_others_are_refused_in_words():
         with pytest.raises(PayloadError, match=words):
             header(content)
     with pytest.raises(
-        PayloadError, match=r"speaks version 99 of the protocol and this one 1; install the same version"
+        PayloadError, match=r"speaks version 99 of the protocol and this one 2; install the same version"
     ):
         header(RecordDict({"fedloom": ConfigRecord({"header": json.dumps({"protocol": 99})})}))

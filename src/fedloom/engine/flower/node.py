@@ -31,6 +31,7 @@ from fedloom.engine.files import save_payload, write_bytes, write_json, yaml_tex
 from fedloom.engine.flower.rows import Rows
 from fedloom.engine.flower.telling import WEIGHT, WORD, counts_payload, metrics_at, told
 from fedloom.engine.flower.wire import Cut, Packer, header, message, owned, unpack
+from fedloom.engine.result import arrived
 from fedloom.engine.runtime import Answer, Failed, Instruction, Measured, Runtime, Work, threads
 from fedloom.engine.spool import Ref
 from fedloom.engine.store import ClientStore
@@ -139,8 +140,7 @@ class Node:
             if state is not None:
                 save_payload(folder / "state.safetensors", state)
             stage = self.experiment.plan.stage(todo.stage, todo.client)
-            own = {"client": todo.client, "seen": list(stage.seen), "old": list(stage.old)}
-            own["current"] = list(stage.classes)
+            own = {"client": todo.client, **arrived(stage)}
             write_json(folder / "model.json", {**asked["card"]["model"], **own})
             write_bytes(folder.parent / "config.yaml", yaml_text(asked["card"]["config"]).encode())
         return message({"run": asked["run"], "number": asked["number"]}, {})

@@ -34,7 +34,8 @@ def told(item: Mapping[str, Any]) -> Instruction:
     try:
         kind = KINDS[item["kind"]]
         found = kind(**{name: item[name] for name in kind._fields})
-        numbers = [found.stage, found.size, *([] if found.client is None else [found.client])]
+        given = [found.client, None if isinstance(found, Work) else found.domain]
+        numbers = [found.stage, found.size, *(number for number in given if number is not None)]
         names = [found.start, found.version, found.exchange] if isinstance(found, Work) else [found.state]
     except (KeyError, TypeError) as error:
         raise PayloadError(f"the message holds no instruction that this version knows ({error})") from error
@@ -75,7 +76,7 @@ def answer_of(
         if payload is None:
             raise PayloadError("its payload did not come")
         if isinstance(todo, Probe):
-            return Measured(todo.client, todo.task, _counts(payload, classes))
+            return Measured(todo.client, todo.task, _counts(payload, classes), todo.domain)
         if (size := nbytes(payload)) > limit:
             mend = "raise engine.reply_limit if the method needs it"
             raise PayloadError(f"the upload has {size} bytes, and the limit is {limit}; {mend}")

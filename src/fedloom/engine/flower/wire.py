@@ -25,7 +25,7 @@ from torch import Tensor
 from fedloom.core import Payload, PayloadError
 from fedloom.core.payload import INTEGERS, ClassRows, canonical, put_rows, raw_bytes, take_rows
 
-PROTOCOL = 1  # of what crosses the wire; both sides must speak the same
+PROTOCOL = 2  # of what crosses the wire; both sides must speak the same
 HEADER, NPY = "fedloom", "numpy.ndarray"
 
 with warnings.catch_warnings():  # torch warns once about views of bytes (ours are only read) and of half complex
