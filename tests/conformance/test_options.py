@@ -14,20 +14,26 @@ from pydantic import ValidationError
 import fedloom.methods
 from fedloom.config.options import schema
 from fedloom.core import ConfigError
-from toys.federation import experiment
+from toys.federation import BlobSpec, experiment
 from toys.running import rows, start
 
 PLAN = {"num_clients": 3, "num_stages": 2, "rounds": 2, "per_class": 20, "cohort": 1.0}
-# methods some of whose options matter only where clients are away
-PLANS: dict[str, dict[str, Any]] = {"fedheal": {**PLAN, "cohort": 2}}
+# methods some of whose options matter only where clients are away, or channels form groups that differ
+PLANS: dict[str, dict[str, Any]] = {
+    "fedheal": {**PLAN, "cohort": 2},
+    "fedfip": {**PLAN, "spec": BlobSpec(residual=True)},
+    "dapperfl": {**PLAN, "spec": BlobSpec(residual=True)},
+    "fdse": {**PLAN, "spec": BlobSpec(residual=True)},
+}
 SAME = ("params_sha256", "state_sha256", "bytes_up", "bytes_down")
 
 
 class Inert(NamedTuple):
-    """Why an option does nothing next to the defaults, and options among which it matters."""
+    """Why an option does nothing next to the defaults, and options and changes of the plan among which it matters."""
 
     reason: str
     among: dict[str, Any]
+    plan: dict[str, Any] = {}
 
 
 # (method, option, value); the value "*" stands for every alternative.
@@ -44,6 +50,23 @@ INERT: dict[tuple[str, str, Any], Inert] = {
         "the blobs' network has few weights, whose Fisher is above the cap everywhere", {"lam": 1.0, "fisher_cap": 1.0}
     ),
     ("fedheal", "tau", 0.15): Inert("over four rounds no consistency lies between 0.15 and 0.3", {"tau": 0.5}),
+    ("fedfip", "min_keep", 0.025): Inert("the floor lies far below the share that is kept", {"keep": 0.01}),
+    ("fedfip", "fisher_samples", 513): Inert(
+        "no client holds so many examples of a domain",
+        {},
+        {"per_class": 180, "num_clients": 1, "num_stages": 1, "rounds": 1},
+    ),
+    ("fedfip", "contrast_batch", 17): Inert("no client holds so many examples of a domain", {}, {"per_class": 80}),
+    ("fedfip", "reactivation", "*"): Inert(
+        "early in training no pruned channel has so large a score", {"keep": 0.3, "reactivation_threshold": 0.5}
+    ),
+    ("fedfip", "reactivation_threshold", 0.5): Inert(
+        "early in training none of few pruned channels has so large a score", {"keep": 0.3}
+    ),
+    ("fedfip", "react_max", 0.05): Inert(
+        "early in training no pruned channel has so large a score", {"keep": 0.3, "reactivation_threshold": 0.0}
+    ),
+    ("dapperfl", "alpha_min", 0.05): Inert("in four rounds the share does not fall so far", {"alpha": 0.0}),
     ("replay", "memory", 101): Inert("shared among 3 or 6 classes, one example more is none per class", {"memory": 6}),
 }
 
@@ -76,7 +99,7 @@ def alternatives(name: str, option: str) -> list[Any]:
     if float in kinds:
         found.append(_first_valid(model, option, [default / 2 or 0.25, 2.0 * default + 1, 1.0]))
     if tuple in kinds:
-        found.append((5,))
+        found.append(_first_valid(model, option, [(5,), (0.5,)]))
     return [value for value in found if value != field.default]
 
 
@@ -110,18 +133,22 @@ def outcome(tmp_path_factory: pytest.TempPathFactory):
     """What a run of a method with some options gave: hashes, byte counts and rows of metrics; None if refused."""
 
     @functools.cache
-    def of(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[Any, ...] | None:
+    def of(
+        name: str, options: tuple[tuple[str, Any], ...], plan: tuple[tuple[str, Any], ...]
+    ) -> tuple[Any, ...] | None:
         folder: Path = tmp_path_factory.mktemp("run")
+        given = {**PLANS.get(name, PLAN), **dict(plan)}
         try:
-            whole = experiment(f"fedloom.methods.{name}:{name}", options=dict(options), **PLANS.get(name, PLAN))
+            whole = experiment(f"fedloom.methods.{name}:{name}", options=dict(options), **given)
         except ConfigError:
             return None
         summary = start(folder, whole, checkpoint_every=0)
         return (*(summary[key] for key in SAME), str(rows(folder)), str(rows(folder, "stage")))
 
-    return lambda name, options: of(name, tuple(sorted(options.items())))
+    return lambda name, options, **plan: of(name, tuple(sorted(options.items())), tuple(sorted(plan.items())))
 
 
+@pytest.mark.filterwarnings("ignore:.*follows the public code")
 @pytest.mark.parametrize("flip", flips(), ids=lambda f: f"{f.method}-{f.option}={f.value}")
 def test_every_option_does_something(flip: Flip, outcome):
     changed = {flip.option: flip.value}
@@ -130,8 +157,9 @@ def test_every_option_does_something(flip: Flip, outcome):
         assert alone, "the option does nothing: mend it, or list here why and where it matters"
         return
     assert not alone, f"the option is listed as inert ({flip.inert.reason}), but it is not"
-    among = flip.inert.among
-    assert outcome(flip.method, {**among, **changed}) not in (None, outcome(flip.method, among)), flip.inert.reason
+    among, plan = flip.inert.among, flip.inert.plan
+    there = outcome(flip.method, {**among, **changed}, **plan)
+    assert there not in (None, outcome(flip.method, among, **plan)), flip.inert.reason
 
 
 @pytest.mark.filterwarnings("ignore:.*follows the public code")
@@ -147,7 +175,7 @@ def test_every_preset_does_something(name: str, outcome):
 def test_what_is_listed_as_inert_exists():
     known = {(flip.method, flip.option) for flip in flips()}
     assert {(method, option) for method, option, _ in INERT} <= known
-    assert all(inert.reason and inert.among for inert in INERT.values())
+    assert all(inert.reason and (inert.among or inert.plan) for inert in INERT.values())
 
 
 def test_alternatives_cover_every_kind():
@@ -155,3 +183,4 @@ def test_alternatives_cover_every_kind():
     assert alternatives("fedfmx", "stop") == ["exclude_trigger", "abs", "all", 1]
     assert alternatives("fedfmx", "empty_value") == ["chance", 0.25]
     assert alternatives("fedfmx", "rho") == [0.475] and alternatives("fedavg", "uniform") == [True]
+    assert alternatives("dapperfl", "ratios") == [(0.5,)]

@@ -40,8 +40,15 @@ class Watched(Method):
     def data_view(self) -> str:  # type: ignore[override]
         return self.inner.data_view
 
+    @property
+    def needs_domains(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_domains
+
     def module(self, spec: ModelSpec) -> nn.Module:
         return self.inner.module(spec)
+
+    def deployed(self, down: Payload, state: Payload, ctx: Context) -> Context:
+        return self.inner.deployed(down, state, ctx)
 
     def class_rows(self, ctx: Context) -> ClassRows:
         return self.inner.class_rows(ctx)
@@ -83,14 +90,21 @@ class Watched(Method):
         return update
 
     def _check_rows(self, down: Payload, update: Update, rows: ClassRows, ctx: Context) -> None:
-        """Rows of classes that have not arrived do not move, and what travels restores the whole."""
+        """Rows of classes that have not arrived do not move, and what travels restores the whole.
+
+        Uploads of another shape than the download's, of smaller networks, have rows that are only seen on the server.
+        """
+        like = {
+            f: {n: t for n, t in tree.items() if n in update.up.get(f, {}) and t.shape == update.up[f][n].shape}
+            for f, tree in down.items()
+        }
         cut = narrow(update.up, rows, ctx.stage.seen)
         assert nbytes(cut) == nbytes(update.up, rows, ctx.stage.seen)
         for (name, tensor), dim in ((key, dim) for key, dim in rows.items()):
-            if tensor in down.get(name, {}) and tensor in update.up.get(name, {}):
-                a, b = down[name][tensor], update.up[name][tensor]
+            if tensor in like.get(name, {}):
+                a, b = like[name][tensor], update.up[name][tensor]
                 assert torch.equal(a.index_select(dim, ctx.unseen), b.index_select(dim, ctx.unseen))
-        fill = {f: {n: down.get(f, {}).get(n, t) for n, t in tree.items()} for f, tree in update.up.items()}
+        fill = {f: {n: like.get(f, {}).get(n, t) for n, t in tree.items()} for f, tree in update.up.items()}
         assert digest(widen(cut, rows, ctx.stage.seen, fill)) == digest(update.up)
 
     def _absorb(self, absorb: Any, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:

@@ -15,6 +15,7 @@ from fedloom.select.channels import (
     Refresh,
     flops_aware,
     group_mean,
+    l1_scores,
     per_group,
     quantile,
     raw,
@@ -289,3 +290,13 @@ def test_schedules_that_cannot_be_kept_are_refused():
     for freeze in (-0.1, 1.5, float("nan")):
         with pytest.raises(ConfigError, match=r"freeze must be a share of the rounds in \[0, 1\]"):
             Refresh(freeze=freeze)
+
+
+def test_the_l1_norm_of_a_channel_counts_the_weights_of_every_layer_that_makes_it():
+    params = {
+        "a": torch.tensor([[1.0, -2.0], [0.0, 3.0]]),
+        "b": torch.tensor([[[-4.0]], [[5.0]]]),
+        "c": -torch.ones(3, 1),
+    }
+    assert l1_scores(params, [("a", "b"), ("c",)]).tolist() == [7.0, 8.0, 1.0, 1.0, 1.0]
+    assert l1_scores(params, [("a",)]).dtype == torch.float64

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from fedloom.core.batches import Batches
@@ -13,23 +12,28 @@ from fedloom.core.context import Context, Net
 
 
 def measured_statistics(ctx: Context, data: Batches, batch_size: int = 64) -> dict[str, Tensor]:
-    """The buffers of the bound network after one pass over the examples, each batch counting the same.
+    """The buffers of the bound network after one pass over the examples.
 
-    Running means and variances start anew and are cumulative means over the batches; other buffers are as they were,
-    and so are those of norms that are frozen. A client without examples gives back the buffers that were bound. Nothing
-    is trained, augmented or dropped out.
-    Source: Diao et al., "HeteroFL" (ICLR 2021), static batch normalisation (sBN), section 3.
+    Running means and variances start anew and are means over the batches, by their examples; other buffers are as they
+    were, and so are those of norms that are frozen. A client without examples gives back the buffers that were bound.
+    Nothing is trained, augmented or dropped out.
+    Source: Diao et al., "HeteroFL" (ICLR 2021), static batch normalisation (sBN), section 3. Differs: there a small
+    last batch counts like a full one.
     """
+    seen = 0
     if len(data):
-        with ctx.evaluating(), _cumulative(ctx.net):
+        with ctx.evaluating(), _measuring(ctx.net) as norms:
             for batch in data.epoch(batch_size=batch_size, purpose="statistics", shuffle=False):
+                seen += len(batch.y)
+                for norm in norms:
+                    norm.momentum = len(batch.y) / seen
                 ctx.apply(batch.x)
     return ctx.net.take()[1]
 
 
 @contextmanager
-def _cumulative(net: Net) -> Iterator[None]:
-    """Only batch norms that are not frozen are in training mode, start at no statistics and average over batches."""
+def _measuring(net: Net) -> Iterator[list[nn.modules.batchnorm._BatchNorm]]:
+    """The batch norms that are not frozen: in training mode they alone, without statistics; momenta come back."""
     net.train(True)
     norms = [
         part
@@ -40,10 +44,9 @@ def _cumulative(net: Net) -> Iterator[None]:
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None
         norm.train(True)
     try:
-        yield
+        yield norms
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

@@ -43,7 +43,8 @@ def by_layer(module: Any) -> Any:
     """The outputs of every layer for themselves, gated after the layer's norm; what reads them stays whole.
 
     Such rows can be masked and left out of messages, but layers that are added to each other keep different ones, so no
-    compact network exists: use `masked`, not `rebuild`.
+    compact network exists: use `masked`, not `rebuild`. A gate of 0 before a ReLU has no gradient, so inside a block
+    what is switched off does not come back by its score.
     """
     groups: list[Group] = []
     axes: dict[str, tuple[Axis | None, ...]] = {}

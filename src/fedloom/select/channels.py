@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.errors import ConfigError, PayloadError
+from fedloom.core.tree import Tensors
 
 MIN_SHARE = 0.05
 Reactivation = Callable[[Tensor, Tensor, Sequence[int], float, float], Tensor]
@@ -145,6 +146,16 @@ def quantile(scores: Tensor, mask: Tensor, sizes: Sequence[int], phi: float, rea
 
 
 REACTIVATIONS: dict[str, Reactivation] = {"relative": relative, "raw": raw, "share": share, "quantile": quantile}
+
+
+def l1_scores(params: Tensors, writers: Sequence[Sequence[str]]) -> Tensor:
+    """sum |w| over all weights that make channel j, float64 [C]; on a residual stream those of every layer that writes.
+
+    params: tensors by name. writers: per group the names of the weights whose dimension 0 makes its channels.
+    Source: Li et al., "Pruning Filters for Efficient ConvNets" (ICLR 2017), section 3.1.
+    """
+    rows = [[params[name].detach().double().abs().flatten(1).sum(1) for name in names] for names in writers]
+    return torch.cat([torch.stack(of_group).sum(0) for of_group in rows])
 
 
 def signature(fisher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
