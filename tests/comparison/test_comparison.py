@@ -462,8 +462,9 @@ def test_every_declared_switch_is_an_option_of_its_method(tmp_path: Path) -> Non
     declaring = [name for name in names() if ablations(name)]
     assert "fedfmx" in declaring
     for name in declaring:
-        given = {"switches": None, "out": tmp_path, "reference": None, "data": None, "model": None, "engine": None}
-        found = plan_ablation(name, SMALL, (0,), **given)
+        given = {"switches": None, "out": tmp_path, "reference": None, "data": None, "engine": None}
+        data = {**SMALL, "data": {"name": "sklearn/digits-domains"}}
+        found = plan_ablation(name, data, (0,), model={"name": "resnet8"}, **given)
         assert len(found.runs) == len(ablations(name)) + 1, f"a switch of {name} changes nothing"
 
 

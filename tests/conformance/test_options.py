@@ -16,14 +16,16 @@ from fedloom.config.options import schema
 from fedloom.core import ConfigError
 from toys.federation import BlobSpec, experiment
 from toys.running import rows, start
+from toys.weights_shared import SlidingSpec
 
 PLAN = {"num_clients": 3, "num_stages": 2, "rounds": 2, "per_class": 20, "cohort": 1.0}
-# methods some of whose options matter only where clients are away, or channels form groups that differ
+# methods some of whose options matter only where clients are away, channels form groups that differ, or after 50 rounds
 PLANS: dict[str, dict[str, Any]] = {
     "fedheal": {**PLAN, "cohort": 2},
     "fedfip": {**PLAN, "spec": BlobSpec(residual=True)},
     "dapperfl": {**PLAN, "spec": BlobSpec(residual=True)},
     "fdse": {**PLAN, "spec": BlobSpec(residual=True)},
+    "prunefl": {**PLAN, "rounds": 26, "spec": SlidingSpec(6)},
 }
 SAME = ("params_sha256", "state_sha256", "bytes_up", "bytes_down")
 
@@ -41,11 +43,6 @@ INERT: dict[tuple[str, str, Any], Inert] = {
     ("fedfmx", "fisher_squash", "identity"): Inert(
         "refused with z-scores, which are negative for some entries", {"fisher_scale": "trace"}
     ),
-    ("fedfmx", "fisher_samples", "all"): Inert(
-        "early in training the literal rule keeps every expert active for every sample", {"stop": 2}
-    ),
-    ("fedfmx", "stop", "abs"): Inert("early in training both rules keep every expert at mu = 0.5", {"mu": 0.0}),
-    ("fedfmx", "stop", "all"): Inert("early in training the literal rule keeps every expert at mu = 0.5", {"mu": 0.0}),
     ("fedewc", "fisher_labels", "model"): Inert(
         "the blobs' network has few weights, whose Fisher is above the cap everywhere", {"lam": 1.0, "fisher_cap": 1.0}
     ),
@@ -67,6 +64,7 @@ INERT: dict[tuple[str, str, Any], Inert] = {
         "early in training no pruned channel has so large a score", {"keep": 0.3, "reactivation_threshold": 0.0}
     ),
     ("dapperfl", "alpha_min", 0.05): Inert("in four rounds the share does not fall so far", {"alpha": 0.0}),
+    ("prunefl", "half_life", 5000.0): Inert("no share of the few weights changes within 52 rounds", {"half_life": 1.0}),
     ("replay", "memory", 101): Inert("shared among 3 or 6 classes, one example more is none per class", {"memory": 6}),
 }
 

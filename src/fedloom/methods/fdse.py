@@ -50,7 +50,7 @@ from fedloom.models.eraser import MOMENTS, erased, measured_erasers, own, shared
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
 ABLATIONS: dict[str, dict[str, Any]] = {
     "no-consensus": {"consensus": False},
-    "no-similarity": {"tau": 1e9},
+    "no-similarity": {"tau": 1e6},
     "no-consistency": {"lam": 0.0},
 }
 OWN = "eraser."  # + client: its eraser, on the server
