@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import fedloom
@@ -120,6 +121,18 @@ def test_a_pruned_model_is_exported_as_the_compact_network_and_loads_in_plain_to
     logits = logits if isinstance(logits, torch.Tensor) else logits["logits"]
     assert torch.allclose(logits, done.scores(x), atol=1e-5)
     assert sum(p.numel() for p in done.model.parameters()) == size and not done.model.training
+
+
+@pytest.mark.parametrize("method", ["fedfip", "fedavg"])
+def test_a_configuration_that_was_changed_after_the_run_is_told(method: str, tmp_path: Path) -> None:
+    domains = {"data": {"name": "sklearn/digits-domains"}, "stream": {"kind": "static"}, "partition": {"clients": 2}}
+    layer = {**domains, "method": {"name": method}, "model": {"name": "digits_cnn"}, "training": {"rounds": 1}}
+    done = fedloom.run(layer, out=tmp_path / "run")
+    config = yaml.safe_load((done.folder / "config.yaml").read_text())
+    config["model"]["options"] = {"width": 24}
+    (done.folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(CheckpointError, match=r"do not fit the network .* restore config.yaml"):
+        fedloom.load_run(done.folder).scores(images())
 
 
 def test_a_view_without_parameters_is_no_network_to_export(tmp_path: Path) -> None:

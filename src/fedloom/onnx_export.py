@@ -7,7 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ def export_onnx(folder: Path, out: Path) -> tuple[Path, str]:
     """
     _need("onnx", "onnxscript")
     served = open_served(folder)
+    served.context.net.forward = replace(served.context.net.forward, precision="fp32")  # the graph has no autocast
     graph = _Graph(served).eval()
     sample = torch.zeros(2, *served.meta["input_shape"])
     try:

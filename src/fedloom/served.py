@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.core.errors import CheckpointError, ConfigError, DataError
+from fedloom.core.errors import CheckpointError, ConfigError, DataError, PayloadError
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,8 @@ class Served:
 
         x, state = self.inputs(x), self.client_state()
         batches = (self.prepare(part) for part in x.split(batch_size))
-        return torch.cat([self.method.predict(self.view, state, batch, self.context).cpu() for batch in batches])
+        with _fitting():
+            return torch.cat([self.method.predict(self.view, state, batch, self.context).cpu() for batch in batches])
 
     def client_state(self) -> Payload:
         """The client's own state, or the initial one."""
@@ -59,7 +61,8 @@ class Served:
         """
         from fedloom.engine.result import deployed
 
-        found = deployed(self.method, self.view, self.client_state(), self.context)
+        with _fitting():
+            found = deployed(self.method, self.view, self.client_state(), self.context)
         if found is None:
             raise ConfigError("the global view of this method is no single network; use scores() or predict() instead")
         found.net.train(False)
@@ -93,6 +96,18 @@ class Served:
             kind = "NaN" if bool(found[bad].isnan().any()) else "infinite values"
             raise DataError(f"inputs hold {kind}, the first at position {bad}; fill or drop them")
         return _eight_bits(found) if self.meta["stored"] == "uint8" else found.to(torch.float32)
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Tensors that do not fit the network are those of another configuration."""
+    try:
+        yield
+    except (PayloadError, IndexError, KeyError) as error:
+        raise CheckpointError(
+            f"the model's tensors do not fit the network that config.yaml of the run folder names ({error}); restore "
+            "config.yaml as the run wrote it"
+        ) from error
 
 
 def _eight_bits(x: Tensor) -> Tensor:

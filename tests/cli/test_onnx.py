@@ -29,6 +29,17 @@ def test_the_exported_graph_agrees_with_torch(method: str, tmp_path: Path, monke
     assert "agrees with torch" in checked or "onnxruntime is not installed" in checked
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_in_bf16_is_exported_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom.onnx_export import export_onnx
+
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    layer = {"method": "fedavg", "model": {"name": "digits_cnn"}, "partition": {"kind": "iid", "clients": 2}}
+    training = {"rounds": 1, "precision": "bf16"}
+    done = api.run({**layer, "training": training, "stream": {"tasks": 2}}, out=tmp_path / "run")
+    assert "differs" not in export_onnx(done.folder, tmp_path / "m.onnx")[1]
+
+
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 

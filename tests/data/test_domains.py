@@ -117,8 +117,13 @@ def test_twenty_clients_hold_two_to_four_of_four_domains_and_five_hold_each():
 def test_what_was_changed_of_the_draw_is_noted():
     rule = KDomains(domains_min=1, domains_max=2)
     _, notes = rule.claims(6, NAMES, 0)
-    assert notes[0] == "every domain is held by at least 3 clients, not 5: they have no more places"
-    assert notes[1].endswith("places for domains were added to those drawn, so that 3 clients hold each")
+    assert notes[0] == "partition.cover is 3, not 5: with at most 2 domains each, 6 clients have no more places"
+    assert notes[1].startswith("partition.cover 3 gave ") and notes[1].endswith("than were drawn")
+
+
+def test_clients_that_all_hold_every_domain_are_noted():
+    assert KDomains().claims(4, NAMES, 0)[1][-1].startswith("every client holds every domain")
+    assert KDomains(domains_min=4).claims(4, NAMES, 0)[1] == []
 
 
 @given(clients=st.integers(4, 30), seed=st.integers(0, 99))

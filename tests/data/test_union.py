@@ -122,3 +122,10 @@ def test_the_mirrored_digits_are_three_domains(mirror):
     alone = [load_source(name, root=mirror) for name in ("mnist", "usps", "mnist-m")]
     assert all(torch.equal(source.y_test[300 * d : 300 * d + 300], alone[d].y_test) for d in range(3))
     assert torch.equal(source.x_test[300:600, 2], alone[1].x_test[:, 0])
+
+
+def test_classes_that_are_the_same_in_part_are_refused(part, tmp_path):
+    part("me/one", names=("cat", "dog"))
+    part("me/two", names=("dog", "eel"))
+    with pytest.raises(DataError, match="data 'two' and 'one' share the class 'dog' but not all of their classes"):
+        load_source("domains:me/one,me/two", root=tmp_path)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedloom.core import ConfigError
+from fedloom.core import ConfigError, PayloadError
 from fedloom.merge.by_index import indexed_mean, take_part
 from fedloom.models import NetworkSpec
 from fedloom.models.channels import Axis, Channels, Draft, Tap, channels_of, pack, unpack
@@ -215,3 +215,12 @@ def test_masks_widths_and_frozen_layers_that_do_not_fit_are_refused() -> None:
     module.backbone.stem.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"'backbone.stem.weight' is frozen"):
         prunable(module)
+
+
+def test_a_tensor_of_another_shape_is_not_put_back() -> None:
+    module = network("resnet8")
+    table = channels_of(module)
+    dense = dict(module.named_parameters())
+    part = {**table.gather(dense, table.full()), table.groups[0].writers[0]: torch.zeros(2, 3)}
+    with pytest.raises(PayloadError, match=r"has shape \(2, 3\), the kept channels of the network need"):
+        table.scatter(part, table.full(), dense)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedloom.core import Forward, Net, Stage
+from fedloom.core import ConfigError, Forward, Net, Stage
 from fedloom.core.context import Context
-from fedloom.models import NetworkSpec
+from fedloom.models import Classifier, NetworkSpec
 from fedloom.models.compact import compacted, prunable
+from fedloom.models.sparse import sparse_layers
 from toys.federation import BlobSpec
 from toys.pruned import SHAPES, SMALL, compact, inputs, network, some
 
@@ -222,3 +223,22 @@ def test_networks_without_a_norm_and_toys_are_prunable() -> None:
     module = prunable(BlobSpec(6, norm=False).classifier())
     assert module.channels.sizes == (8,) and module.channels.groups[0].norms == ()
     assert module.rebuild((3,))(torch.zeros(2, 2))["feats"].shape == (2, 3)
+
+
+def test_tied_weights_are_refused() -> None:
+    class Tied(nn.Module):
+        num_features = 4
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.n = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+            self.b, self.c = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+            self.c.weight = self.b.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.n(self.a(x)))
+            return torch.relu(self.c(torch.relu(self.b(h)))).mean((2, 3))
+
+    for twin in (prunable, lambda module, shape: sparse_layers(module)):
+        with pytest.raises(ConfigError, match=r"'backbone.[bc].weight' is shared with another layer"):
+            twin(Classifier(Tied(), 3), (1, 8, 8))

@@ -71,3 +71,7 @@ def test_a_batch_norm_takes_the_factor_away_again_but_for_its_epsilon(name: str)
     with scaled(module, module.channels, 0.5):
         found = module(x)["logits"]
     assert 0 < (found - plain).abs().max() < 1e-3 * plain.abs().max()
+
+
+def test_the_smallest_rates_leave_a_channel():
+    assert [len(kept) for kept in prefix(channels(4), 1e-300).values()] == [1] * len(channels(4).groups)

@@ -125,7 +125,8 @@ class Shared(Section):
 
 
 class KDomains(Section):
-    """A client holds domains_min to domains_max domains (null: all), every domain is held by at least `cover` clients.
+    """A client holds domains_min to domains_max domains (null: all), every domain is held by at least `cover` clients
+    (null: 5, or as many as can be).
 
     share: most of a domain's examples that a client gets. label_alpha: label mix inside a domain ~ Dir(label_alpha).
     """

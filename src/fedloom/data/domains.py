@@ -90,9 +90,17 @@ class KDomains(ByDomain):
         sizes = _raised(drawn, cover * count, most, rng)
         notes = []
         if cover < (wanted := min(COVER, clients)) and self.cover is None:
-            notes.append(f"every domain is held by at least {cover} clients, not {wanted}: they have no more places")
+            notes.append(
+                f"partition.cover is {cover}, not {wanted}: with at most {most} domains each, {clients} clients "
+                "have no more places"
+            )
         if (raised := int((sizes - drawn).sum())) > 0:
-            notes.append(f"{raised} places for domains were added to those drawn, so that {cover} clients hold each")
+            notes.append(f"partition.cover {cover} gave {raised} more places for domains than were drawn")
+        if sizes.min() == count > 1 and self.domains_min < count:
+            notes.append(
+                "every client holds every domain, so clients do not differ in domains; lower partition.cover or "
+                "partition.domains_max, or take more clients"
+            )
         held = np.zeros((clients, count))
         for client, size in enumerate(sizes):
             held[client, rng.permutation(count)[:size]] = 1

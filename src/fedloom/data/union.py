@@ -56,6 +56,11 @@ def _matched(domains: Sequence[str], parts: Sequence[Source]) -> tuple[list[np.n
                 "set need the same classes"
             )
         same = set(names) == set(first)
+        if common := set(names) & set(first) if not same else set():
+            raise DataError(
+                f"data '{domain}' and '{domains[0]}' share the class '{min(common)}' but not all of their classes; "
+                "give the domains of one data set the same class names, or none in common to match them by order"
+            )
         maps.append(np.asarray([first.index(n) for n in names]) if same else maps[0])
         by["name" if same else "order"].append(domain)
     notes = [f"classes of {', '.join(d)} were matched to those of {domains[0]} by {how}" for how, d in by.items() if d]

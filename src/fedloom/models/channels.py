@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedloom.core.errors import ConfigError
+from fedloom.core.errors import ConfigError, PayloadError
 from fedloom.core.tree import Tensors
 
 Kept = Mapping[str, Tensor]
@@ -132,9 +132,10 @@ class Channels:
         """Compact -> dense: `into` with the entries of the kept channels replaced by those of `part`.
 
         part: compact tensors, on any device; names of `into` that it lacks keep their values. `into` stays as it is.
+        Raises `PayloadError` for a tensor of another shape than that of the kept channels.
         """
         return {
-            name: _put(dense, self.index(name, kept) or (), part[name]) if name in part else dense
+            name: _put_back(name, dense, self.index(name, kept) or (), part[name]) if name in part else dense
             for name, dense in into.items()
         }
 
@@ -323,6 +324,14 @@ def _take(tensor: Tensor, index: Positions) -> Tensor:
         if positions is not None:
             tensor = tensor.index_select(dim, positions.to(tensor.device))
     return tensor
+
+
+def _put_back(name: str, dense: Tensor, index: Positions, value: Tensor) -> Tensor:
+    sizes = [*index, *(None,) * (dense.dim() - len(index))]
+    want = tuple(n if at is None else len(at) for n, at in zip(dense.shape, sizes, strict=True))
+    if tuple(value.shape) != want:
+        raise PayloadError(f"'{name}' has shape {tuple(value.shape)}, the kept channels of the network need {want}")
+    return _put(dense, index, value)
 
 
 def _put(dense: Tensor, index: Positions, value: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ def prunable(module: nn.Module, input_shape: Sequence[int] | None = None) -> Any
     """
     channels = channels_of(module, input_shape)
     _check_trainable(module, channels)
+    _check_untied(module, channels)
     return equipped(module, channels)
 
 
@@ -72,6 +73,23 @@ def _rebuild(module: Any, widths: Sequence[int]) -> Any:
 
 def _gated(module: Any, gates: Tensor) -> AbstractContextManager[None]:
     return gated(module, module.channels, gates)
+
+
+def _check_untied(module: nn.Module, channels: Channels) -> None:
+    """A tensor that two layers share would have to be cut for both, and a copy of the network shares no more."""
+    if twins := shared_weights(module) & channels.axes.keys():
+        raise ConfigError(
+            f"'{min(twins)}' is shared with another layer of the network, so its channels cannot be pruned; give every "
+            "layer weights of its own"
+        )
+
+
+def shared_weights(module: nn.Module) -> set[str]:
+    """Names of the parameters that stand in the module under another name as well."""
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {name for found in names.values() if len(found) > 1 for name in found}
 
 
 def _check_trainable(module: nn.Module, channels: Channels) -> None:

@@ -21,10 +21,10 @@ from fedloom.models.channels import Channels, Kept
 
 
 def prefix(channels: Channels, rate: float) -> Kept:
-    """The first ceil(rate c_g) channels of every group; `ConfigError` for a rate outside (0, 1]."""
+    """The first ceil(rate c_g) channels of every group, at least one; `ConfigError` for a rate outside (0, 1]."""
     _check(rate)
     # Rounded first: 0.07 * 100 is 7.000000000000001 in floating point, and that is 7 channels.
-    return {group.name: torch.arange(math.ceil(round(rate * group.size, 9))) for group in channels.groups}
+    return {group.name: torch.arange(max(1, math.ceil(round(rate * group.size, 9)))) for group in channels.groups}
 
 
 @contextmanager

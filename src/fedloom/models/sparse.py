@@ -16,6 +16,7 @@ from fedloom.core.errors import ConfigError, PayloadError
 from fedloom.core.payload import Payload
 from fedloom.core.tree import Tensors
 from fedloom.models.channels import pack, unpack
+from fedloom.models.compact import shared_weights
 
 Times = Callable[[nn.Module, Sequence[int] | None], dict[str, float]]
 
@@ -31,6 +32,11 @@ def sparse_layers(module: nn.Module) -> dict[str, nn.Module]:
         weight = f"{name}.weight" if name else "weight"
         if isinstance(layer, nn.Linear | _ConvNd) and layer.weight.requires_grad and weight not in rows:
             found[weight] = layer
+    if twins := shared_weights(module) & found.keys():
+        raise ConfigError(
+            f"'{min(twins)}' is shared with another layer of the network, so its weights cannot be pruned one by one; "
+            "give every layer weights of its own"
+        )
     if not found:
         raise ConfigError(
             f"{type(module).__name__} has no convolution or linear layer besides the head, so no weights to prune; "
