@@ -49,7 +49,9 @@ def test_one_nan_update_is_rejected_and_counted(bad: float, tmp_path: Path):
 
 
 def test_nothing_but_nan_keeps_the_old_model_and_marks_the_round(tmp_path: Path):
-    summary = start(tmp_path / "run", constants([NAN, NAN], start_value=7.0))
+    notes = Notes()
+    summary = start(tmp_path / "run", constants([NAN, NAN], start_value=7.0), [notes])
+    assert notes.notes[-1].startswith("no round has changed the model, because every update was rejected; lower")
     assert merged(tmp_path / "run") == [7.0]
     assert summary["rejected_updates"] == 2 and summary["degraded_rounds"] == 1
     assert rows(tmp_path / "run")[0]["degraded"] is True

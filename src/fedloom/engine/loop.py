@@ -86,6 +86,11 @@ class Loop:
                 self._rescue()
             raise
         self.progress.wall_seconds = self._wall()
+        if self.progress.rejected_updates and self.progress.degraded_rounds >= self.progress.rounds:
+            self.audience.note(
+                "no round has changed the model, because every update was rejected; lower training.optimizer.lr or set "
+                "training.clip_norm"
+            )
         if self.options.personal:
             self._deliver()
         return conclude(self.experiment, self.force.runtime, self.folder, self.server, self.progress)
