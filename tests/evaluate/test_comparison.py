@@ -32,6 +32,30 @@ def test_pooled_data_have_no_traffic_and_no_clients() -> None:
     assert "per_client_accuracy_mean" not in found["b"]["tests"]
 
 
+def test_each_domain_is_a_measure_before_their_mean_and_tested() -> None:
+    first = {"domain_accuracy": {"photo": 0.5, "art": None}, "domain_mean": 0.5, "accuracy_within_task": 0.25}
+    assert list(measures(first).items()) == [
+        ("accuracy_within_task", 0.25), ("domain_accuracy[photo]", 0.5), ("domain_mean", 0.5),
+    ]  # fmt: skip
+    assert measures({**first, "data_view": "pooled_cumulative"}) == measures(first), "the global view"
+    second = {"domain_accuracy": {"art": 0.75, "photo": 0.25}, "domain_mean": 0.5}
+    found = compared({"a": {0: first, 1: second}, "b": {0: second, 1: second}}, "a")
+    metrics = found["a"]["metrics"]
+    assert list(metrics) == ["accuracy_within_task", "domain_accuracy[photo]", "domain_accuracy[art]", "domain_mean"]
+    assert metrics["domain_accuracy[photo]"]["values"] == {"0": 0.5, "1": 0.25}
+    assert metrics["domain_accuracy[photo]"]["mean"] == 0.375
+    assert metrics["domain_accuracy[art]"]["values"] == {"1": 0.75}
+    tests = found["b"]["tests"]
+    assert list(tests) == ["domain_accuracy[art]", "domain_accuracy[photo]", "domain_mean"]
+    assert tests["domain_accuracy[photo]"]["difference"] == -0.125 and tests["domain_accuracy[photo]"]["n"] == 2
+    assert tests["domain_accuracy[art]"]["n"] == 1, "the seeds of both"
+
+
+@pytest.mark.parametrize("nothing", [None, {}, [0.5], {"photo": None}, {"photo": "high"}])
+def test_without_accuracies_of_domains_there_are_no_measures_of_them(nothing: object) -> None:
+    assert measures({"final_accuracy": 0.5, "domain_accuracy": nothing}) == {"final_accuracy": 0.5}
+
+
 def test_peak_memory_of_the_process_is_not_compared() -> None:
     assert measures({"final_accuracy": 0.5, "peak_rss_bytes": 10**9}) == {"final_accuracy": 0.5}
 

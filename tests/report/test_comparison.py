@@ -10,6 +10,7 @@ from rich.console import Console
 from fedloom.core.errors import ConfigError
 from fedloom.evaluate.comparison import MEASURES
 from fedloom.report import comparison as report
+from fedloom.report.columns import megabytes
 from fedloom.report.html import write_report
 
 KEYS = {"a|b": "a" * 64, "slow": "b" * 64}
@@ -66,6 +67,23 @@ def test_cells_hold_mean_and_half_width_and_empty_columns_are_left_out():
     ]  # fmt: skip
 
 
+def test_each_domain_has_a_column_before_their_mean():
+    first = {"domain_accuracy[photo]": 0.75, "domain_accuracy[a\nsketch|x]": 0.25, "domain_mean": 0.5}
+    second = {"domain_accuracy[photo]": 0.5, "domain_accuracy[art]": 0.5, "domain_mean": 0.5}
+    found = content(methods={"a|b": entry(KEYS["a|b"], 0.5, **first), "slow": entry(KEYS["slow"], 0.5, **second)})
+    head, *cells = report.grid(found)
+    place = head.index("Domains, mean, %") - 3
+    assert head[place : place + 3] == ["Domain photo, %", "Domain a sketch|x, %", "Domain art, %"]
+    assert [row[place : place + 3] for row in cells] == [["75.0", "25.0", "–"], ["50.0", "–", "50.0"]]
+    assert "| Domain photo, % | Domain a sketch\\|x, % | Domain art, % | Domains, mean, % |" in report.markdown(found)
+    assert "sketch|x, %" in report.text(found)
+    lines = list(csv.DictReader(io.StringIO(report.csv_text(found))))
+    assert [line["domain_accuracy[photo]"] for line in lines] == ["0.75"] * 3 + ["0.5"] * 3
+    assert [line["domain_accuracy[art]"] for line in lines] == [""] * 3 + ["0.5"] * 3
+    assert report.rows(found)[0]["domain_accuracy[photo]"] == 0.75
+    assert not any(head.startswith("Domain") for head in report.grid(content())[0])
+
+
 def test_own_views_have_columns_where_those_of_some_method_are_others_than_the_global_one():
     known = {"domain_mean": 0.5, "domain_std": 0.02, "domain_worst": 0.4}
     same, own = ({f"personal_{key}": value + more for key, value in known.items()} for more in (1e-15, 0.1))
@@ -83,7 +101,7 @@ def test_own_views_have_columns_where_those_of_some_method_are_others_than_the_g
     ("value", "text"), [(11_700, "0.0117"), (99_900_000, "99.9"), (324_000_000, "324"), (4_800_000_000, "4\u2009800")]
 )
 def test_megabytes(value, text):
-    assert report.megabytes(value) == text
+    assert megabytes(value) == text
 
 
 def test_tiny_p_values_are_bounds():
@@ -142,10 +160,22 @@ def test_options_that_differ_between_methods_are_named_unless_labels_do():
     assert not differences(methods)
     assert not differences({"a": options("x", k=1), "b": options("x", k=2)}), "settings of one method"
     assert not differences({"a": options("x", preset="paper"), "b": options("y", preset="code")})
-    assert not differences({"x + k = 1": options("x", k=1), "y": options("y", k=2)})
-    assert differences({"x+kk=1": options("x", k=[1]), "y": options("y", k=None)}) == [
-        "k differs: [1] (x+kk=1), null (y)."
+    assert not differences({"x + uniform = 1": options("x", uniform=1), "y": options("y", uniform=2)})
+    assert differences({"x+nonuniform=1": options("x", uniform=[1]), "y": options("y", uniform=None)}) == [
+        "uniform differs: [1] (x+nonuniform=1), null (y)."
     ]
+
+
+@pytest.mark.parametrize("option", ["label_scope", "uniform", "buffers", "visits"])
+def test_options_that_mean_the_same_in_every_method_are_compared_between_methods(option):
+    methods = {"x": options("x", **{option: "a"}), "y": options("y", **{option: "b"})}
+    assert differences(methods) == [f"{option} differs: a (x), b (y)."]
+
+
+@pytest.mark.parametrize("option", ["alpha", "beta", "tau", "importance", "mu", "weights"])
+def test_options_that_share_only_a_name_are_not_compared_between_methods(option):
+    methods = {"x": options("x", **{option: 0.1}), "y": options("y", **{option: 0.2}), "z": options("x", **{option: 3})}
+    assert not differences(methods)
 
 
 def test_pooled_data_are_told():
@@ -224,7 +254,8 @@ def test_the_documentation_names_every_column():
     told = re.findall(r"`(\w+)`", page.partition("## The folder")[2].partition("## From Python")[0])
     fixed = report.csv_text(content(methods={})).strip().split(",")
     assert [column for column in (*fixed, *MEASURES) if column not in told] == []
-    every = {key: interval(0.5) for key in MEASURES}
+    assert "domain_accuracy[NAME]" in page
+    every = {key: interval(0.5) for key in (*MEASURES, "domain_accuracy[NAME]")}
     full = {**entry("a" * 64, 0.5, p=0.5), "metrics": every}
     table = page.partition("## The table")[2].partition("`63.3 ± 1.2`")[0]
     for head in report.grid(content(methods={"a|b": full}))[0][2:]:
@@ -232,12 +263,14 @@ def test_the_documentation_names_every_column():
 
 
 def test_the_report_of_a_comparison_shows_its_table_and_its_runs(tmp_path, write_run):
-    methods = {"full": entry("a" * 64, 0.6, seeds=1), "top1": entry("b" * 64, 0.5, seeds=2, missing={"1": None})}
+    first = entry("a" * 64, 0.6, seeds=1, **{"domain_accuracy[<art>]": 0.375})
+    methods = {"full": first, "top1": entry("b" * 64, 0.5, seeds=2, missing={"1": None})}
     (tmp_path / "compare.json").write_text(json.dumps(content(methods=methods)))
     for key in ("a" * 63 + "0", "b" * 63 + "0"):
         write_run(tmp_path / "runs" / key, stages=2, rounds=1)
     page = write_report([tmp_path], tmp_path / "report.html").read_text()
     assert "Comparison of 2 methods, quickstart (sklearn/digits)" in page and "2 runs compared" in page
+    assert "Domain &lt;art&gt;, %" in page and "37.5" in page
     assert "<h2>full, seed 0</h2>" in page and "<h2>top1, seed 0</h2>" in page
     assert "Missing: top1, seed 1; it has not been run yet." in page
     both = write_report([tmp_path, tmp_path / "runs" / ("a" * 63 + "0")], tmp_path / "both.html").read_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -41,6 +41,7 @@ COSTS = (
 )
 TROUBLES = ("failed_clients", "rejected_updates", "degraded_rounds")
 MEASURES = (*RESULTS, *COSTS, *TROUBLES)
+DOMAIN = "domain_accuracy["  # what the key of a domain's accuracy begins with: domain_accuracy[NAME]
 OF_FEDERATIONS = (
     "bytes_up",
     "bytes_down",
@@ -55,11 +56,13 @@ OF_FEDERATIONS = (
 def measures(summary: Summary) -> dict[str, float]:
     """The numbers of a run's summary that are compared; what it lacks is left out.
 
+    They are `MEASURES` and, before the mean over domains, the global view's accuracy on each, `domain_accuracy[NAME]`.
     Of a run whose one client pools the data of all, traffic and accuracies per client mean nothing and are left out
     too. Peak memory is not compared: it is that of the process, which earlier runs have raised.
     """
-    known = {**summary, "current_task_accuracy": current_task_accuracy(summary.get("accuracy_matrix"))}
-    keys = [key for key in MEASURES if not (pooled(summary) and key in OF_FEDERATIONS)]
+    current = current_task_accuracy(summary.get("accuracy_matrix"))
+    known = {**summary, "current_task_accuracy": current, **_per_domain(summary)}
+    keys = [key for key in _keys([summary]) if not (pooled(summary) and key in OF_FEDERATIONS)]
     return {key: known[key] for key in keys if _is_number(known.get(key))}
 
 
@@ -121,8 +124,20 @@ def budget(summaries: Mapping[str, Mapping[int, Summary]], reference: str) -> di
 
 def _by_measure(runs: Mapping[int, Summary]) -> dict[str, Values]:
     each = {seed: measures(summary) for seed, summary in sorted(runs.items())}
-    named = ((key, {seed: found[key] for seed, found in each.items() if key in found}) for key in MEASURES)
+    keys = _keys(runs.values())
+    named = ((key, {seed: found[key] for seed, found in each.items() if key in found}) for key in keys)
     return {key: values for key, values in named if values}
+
+
+def _keys(summaries: Iterable[Summary]) -> list[str]:
+    """`MEASURES` with those of the summaries' domains before the mean over domains."""
+    place = MEASURES.index("domain_mean")
+    return [*MEASURES[:place], *{key: None for found in summaries for key in _per_domain(found)}, *MEASURES[place:]]
+
+
+def _per_domain(summary: Summary) -> dict[str, Any]:
+    found = summary.get("domain_accuracy")
+    return {f"{DOMAIN}{name}]": value for name, value in found.items()} if isinstance(found, Mapping) else {}
 
 
 def _interval(values: Values) -> dict[str, Any]:
@@ -133,8 +148,8 @@ def _interval(values: Values) -> dict[str, Any]:
 
 def _tests(mine: Mapping[str, Values], against: Mapping[str, Values]) -> dict[str, Any]:
     tests = {}
-    for key in RESULTS:
-        a, b = mine.get(key, {}), against.get(key, {})
+    for key in (key for key in mine if key in RESULTS or key.startswith(DOMAIN)):
+        a, b = mine[key], against.get(key, {})
         if shared := sorted(a.keys() & b.keys()):
             found = compare_paired([a[seed] for seed in shared], [b[seed] for seed in shared])
             tests[key] = {k: getattr(found, k) for k in ("difference", "p_t", "p_wilcoxon", "n")}

@@ -12,7 +12,8 @@ methods
     label -> `method` (the resolved section), `runs` {seed: key, the name of the folder in runs/}, `missing` {seed: why
     the run is not there, null for not yet}, `begun` [seeds whose run was begun and has not ended], `pooled` (whether
     the method pools the data of all clients), `metrics` {key: {mean, std, low, high, n, values {seed: value}}}, `tests`
-    {key: {difference, p_t, p_wilcoxon, n}}; see `fedloom.evaluate.comparison`
+    {key: {difference, p_t, p_wilcoxon, n}}; see `fedloom.evaluate.comparison`; a domain's accuracy has the key
+    domain_accuracy[NAME]
 budget
     `equal`, `visits` {label: {seed: sample visits}}, `share` {label: fraction of the reference's}
 """
@@ -24,136 +25,29 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fedloom.core.errors import ConfigError
-from fedloom.report.tables import differ
-from fedloom.report.units import NONE, count, duration, percent
+from fedloom.report.columns import FEW, columns, p_value, p_value_text
+from fedloom.report.units import NONE
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 JSON, MARKDOWN, CSV, RUNS = "compare.json", "compare.md", "compare.csv", "runs"
-FEW = 3  # seeds below which a comparison says little
 HEAD_WIDTH = 11  # characters to which a plain table's headers are wrapped, where its cells are not wider
+COMMON = ("label_scope", "uniform", "buffers", "visits")  # options that mean the same in every method that has them
 
 Content = Mapping[str, Any]
-Metrics = Mapping[str, Mapping[str, Any]]
-
-
-class Column(NamedTuple):
-    """A column after the label. cell: text of a method's entry; None where it has no value."""
-
-    head: str
-    cell: Callable[[Content], str | None]
-
-
-def _spread(key: str) -> Callable[[Content], str | None]:
-    """Mean and half width of the interval in per cent or points, as in "63.3 ± 1.2"."""
-
-    def cell(entry: Content) -> str | None:
-        found = entry["metrics"].get(key)
-        if found is None:
-            return None
-        half = "" if found["high"] is None else f" ± {_hundredth(found['high'] - found['mean'])}"
-        return f"{_hundredth(found['mean'])}{half}"
-
-    return cell
-
-
-def _mean(key: str, write: Callable[[float], str]) -> Callable[[Content], str | None]:
-    def cell(entry: Content) -> str | None:
-        found = entry["metrics"].get(key)
-        return None if found is None else write(found["mean"])
-
-    return cell
-
-
-def _hundredth(fraction: float) -> str:
-    return percent(fraction).removesuffix(" %")
-
-
-def _whole(value: float) -> str:
-    return count(round(value))
-
-
-def megabytes(value: float) -> str:
-    """Bytes as millions of bytes with three significant digits: 1234567 -> "1.23"."""
-    return f"{value / 1e6:.3g}" if value < 1e8 else count(round(value / 1e6))
-
-
-def _parameters(entry: Content) -> str | None:
-    total, active = (_mean(key, _whole)(entry) for key in ("parameters", "active_parameters"))
-    return total if active in (None, total) else f"{total} ({active})"
-
-
-def _passes(entry: Content) -> str | None:
-    found = entry["metrics"].get("pass_visits")
-    return _whole(found["mean"]) if found and found["mean"] else None
-
-
-def _seeds(entry: Content) -> str:
-    done, asked = len(entry["runs"]) - len(entry["missing"]), len(entry["runs"])
-    return str(done) if done == asked else f"{done} of {asked}"
-
-
-def _p(entry: Content, key: str) -> float | None:
-    """p of the paired t-test; None for fewer seeds than say anything."""
-    found = entry["tests"].get(key)
-    p: float | None = found["p_t"] if found and found["n"] >= FEW else None
-    return p
-
-
-def _p_value(entry: Content) -> str | None:
-    p = _p(entry, "final_accuracy")
-    return None if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _own_views(content: Content) -> tuple[Column, ...]:
-    """Columns of the clients' own views on domains, where those of some method differ from its global view."""
-    keys = ("domain_mean", "domain_std", "domain_worst")
-    means = [{key: found["mean"] for key, found in entry["metrics"].items()} for entry in content["methods"].values()]
-    if not any(differ({key: mean.get(f"personal_{key}") for key in keys}, mean) for mean in means):
-        return ()
-    return (
-        Column("Domains, own views, mean, %", _spread("personal_domain_mean")),
-        Column("Domains, own views, deviation (ddof 0), pp", _spread("personal_domain_std")),
-        Column("Domains, own views, worst, %", _spread("personal_domain_worst")),
-    )
-
-
-def _columns(content: Content) -> list[Column]:
-    """Results, then costs, without columns that are empty for every method."""
-    known = (
-        Column("Seeds", _seeds),
-        Column("Final accuracy, %", _spread("final_accuracy")),
-        Column("Average incremental accuracy, %", _spread("average_incremental_accuracy")),
-        Column("Current task, mean over stages, %", _spread("current_task_accuracy")),
-        Column("Forgetting, pp", _spread("forgetting")),
-        Column("Final accuracy, task known, %", _spread("accuracy_within_task")),
-        Column("Domains, mean, %", _spread("domain_mean")),
-        Column("Domains, deviation (ddof 0), pp", _spread("domain_std")),
-        Column("Domains, worst, %", _spread("domain_worst")),
-        *_own_views(content),
-        Column(f"p of final accuracy against {content['reference']}", _p_value),
-        Column("MB sent by clients", _mean("bytes_up", megabytes)),
-        Column("MB sent to clients", _mean("bytes_down", megabytes)),
-        Column("Sample visits", _mean("sample_visits", _whole)),
-        Column("Visits without training", _passes),
-        Column("Parameters (active)", _parameters),
-        Column("Wall time", _mean("wall_seconds", duration)),
-    )
-    entries = content["methods"].values()
-    return [column for column in known if any(column.cell(entry) is not None for entry in entries)]
 
 
 def grid(content: Content) -> list[list[str]]:
     """The table's cells: a row of heads, then a row per method that begins with its label."""
-    columns = _columns(content)
-    rows = [[label, *(c.cell(entry) or NONE for c in columns)] for label, entry in content["methods"].items()]
-    return [["Method", *(c.head for c in columns)], *rows]
+    shown = columns(content)
+    rows = [[label, *(c.cell(entry) or NONE for c in shown)] for label, entry in content["methods"].items()]
+    return [["Method", *(c.head for c in shown)], *rows]
 
 
 def notes(content: Content) -> list[str]:
@@ -164,7 +58,7 @@ def notes(content: Content) -> list[str]:
     lines.append("Accuracies in per cent, forgetting in percentage points.")
     if many > 1:
         lines[-1] += " Mean ± half of the 95 % Student-t interval over seeds; costs are means."
-    if any(_p_value(entry) for entry in content["methods"].values()):
+    if any(p_value_text(entry) for entry in content["methods"].values()):
         lines.append(
             f"p: two-sided paired t-test of final accuracy against {reference} over the seeds of both, not corrected "
             "for the number of tests."
@@ -188,11 +82,14 @@ def _budget(content: Content) -> list[str]:
 
 
 def _differing(content: Content) -> list[str]:
-    """Options that methods have in common and that differ between them, where their labels do not say so."""
+    """`COMMON` options that differ between methods, where their labels do not say so.
+
+    Options of one method alone are what its labels compare; others share no more than a name with those of another.
+    """
     found: dict[str, dict[str, list[tuple[str, str]]]] = {}
     for label, entry in content["methods"].items():
         for option, value in entry["method"].items():
-            if option not in ("name", "preset") and not re.search(rf"\+\s*{option}\s*=", label):
+            if option in COMMON and not re.search(rf"\+\s*{option}\s*=", label):
                 found.setdefault(option, {}).setdefault(_text(value), []).append((label, entry["method"]["name"]))
     lines = []
     for option, values in found.items():
@@ -322,7 +219,7 @@ def rows(content: Content) -> list[dict[str, Any]]:
         for key, measured in entry["metrics"].items():
             row |= {key: measured["mean"], f"{key}_low": measured["low"], f"{key}_high": measured["high"]}
             if key in entry["tests"]:
-                row[f"{key}_p"] = _p(entry, key)
+                row[f"{key}_p"] = p_value(entry, key)
         found.append(row)
     return found
 
