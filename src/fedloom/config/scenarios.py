@@ -124,42 +124,39 @@ class Shared(Section):
     per_client: Count = 50
 
 
-class KDomains(Section):
-    """A client holds domains_min to domains_max domains (null: all), every domain is held by at least `cover` clients
-    (null: 5, or as many as can be).
+class ByDomain(Section):
+    """What the three rules over domains share.
 
     share: most of a domain's examples that a client gets. label_alpha: label mix inside a domain ~ Dir(label_alpha).
     """
 
-    kind: Literal["k_domains"] = "k_domains"
     clients: Clients = 10
+    share: Share = 1.0
+    label_alpha: Positive | None = None
+    min_size: Natural = 1
+
+
+class KDomains(ByDomain):
+    """A client holds domains_min to domains_max domains (null: all), every domain is held by at least `cover` clients
+    (null: 5, or as many as can be)."""
+
+    kind: Literal["k_domains"] = "k_domains"
     domains_min: Count = 2
     domains_max: Count | None = None
     cover: Count | None = None
-    share: Share = 1.0
-    label_alpha: Positive | None = None
-    min_size: Natural = 1
 
 
-class DirichletDomain(Section):
-    """Every client's proportions over domains drawn from Dir(alpha); `share`, `label_alpha` as for k_domains."""
+class DirichletDomain(ByDomain):
+    """Every client's proportions over domains drawn from Dir(alpha)."""
 
     kind: Literal["dirichlet_domain"] = "dirichlet_domain"
-    clients: Clients = 10
     alpha: Positive = 0.5
-    share: Share = 1.0
-    label_alpha: Positive | None = None
-    min_size: Natural = 1
 
 
-class Single(Section):
-    """One domain per client; `share`, `label_alpha` as for k_domains."""
+class Single(ByDomain):
+    """One domain per client."""
 
     kind: Literal["single"] = "single"
-    clients: Clients = 10
-    share: Share = 1.0
-    label_alpha: Positive | None = None
-    min_size: Natural = 1
 
 
 class FlwrPartition(Section):

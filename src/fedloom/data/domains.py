@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ EXACT = 1e-9  # what a product of floats may miss of a whole number
 
 
 @dataclass(frozen=True)
-class ByDomain:
+class ByDomain(ABC):
     """Base of the rules in which a client claims domains; each domain is dealt out to its claimants, disjointly.
 
     Claims are a function of the seed alone, the same in every task; which examples, of seed and task. share: a client
@@ -44,12 +45,12 @@ class ByDomain:
             positive("partition.label_alpha", self.label_alpha)
         at_least("partition.min_size", self.min_size, 0)
 
+    @abstractmethod
     def claims(self, clients: int, names: Sequence[str], seed: int) -> tuple[np.ndarray, list[str]]:
         """float64 [clients, domains]: a domain is dealt out in proportion to its column; and notes.
 
         Every column has a positive entry, else `ConfigError`.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
