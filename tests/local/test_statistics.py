@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core import Batches, Context
-from fedloom.core.seeds import seeded
+from fedloom.core.seeds import generator, seeded
 from fedloom.local.statistics import measured_statistics
 from local.blobs import context, data
 
@@ -49,12 +49,29 @@ def rows(batches: Batches) -> Tensor:
 def test_they_are_means_over_batches_by_their_examples_of_the_batches_own_moments() -> None:
     ctx, examples = bound(), data(22)
     linear = ctx.net.module.body.layers[0]
-    inside = [linear(part).detach() for part in rows(examples).split(8)]
+    order = torch.randperm(22, generator=generator(ctx.seed_for("statistics")))
+    inside = [linear(part).detach() for part in rows(examples)[order].split(8)]
     found = measured_statistics(ctx, examples, batch_size=8)
     assert [len(part) for part in inside] == [8, 8, 6]
     torch.testing.assert_close(found[f"{NORM}.running_mean"], torch.cat(inside).mean(0))
     torch.testing.assert_close(found[f"{NORM}.running_var"], sum(len(h) * h.var(0) for h in inside) / 22)
     assert found[f"{NORM}.num_batches_tracked"] == 3
+
+
+def test_data_that_are_stored_class_by_class_have_the_variance_of_all() -> None:
+    ctx = bound()
+    x = torch.cat([torch.randn(64, 2, generator=generator("class", k)) + 20 * k for k in range(4)])
+    sorted_ = Batches(x, torch.arange(4).repeat_interleave(64), torch.arange(256), key=(0,), prepare=lambda x, rng: x)
+    whole = ctx.net.module.body.layers[0](x).detach().var(0)
+    found = measured_statistics(ctx, sorted_, batch_size=64)[f"{NORM}.running_var"]
+    assert bool(((found / whole - 1).abs() < 0.15).all())
+
+
+def test_only_the_norms_that_are_asked_for_are_measured() -> None:
+    ctx = bound()
+    before = {name: tensor.clone() for name, tensor in ctx.net.take()[1].items()}
+    found = measured_statistics(ctx, data(22), only=[])
+    assert all(torch.equal(found[name], before[name]) for name in before)
 
 
 def test_of_one_batch_they_are_the_moments_of_all_examples() -> None:

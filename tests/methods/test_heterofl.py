@@ -124,9 +124,10 @@ def test_statistics_are_the_moments_of_all_clients_data_in_the_dense_model(tmp_p
     ctx, clients = whole.context(whole.net(), 0), range(4)
     data = [whole.plan.train(k, 0, None, "statistics") for k in clients]
     found = []
-    for part in data:
-        ctx.bind(server["params"], ctx.init_state()["buffers"])
-        found.append({name: tensor.clone() for name, tensor in measured_statistics(ctx, part).items()})
+    for client, part in zip(clients, data, strict=True):
+        own = whole.context(ctx.net, 0, exchange="statistics", client=client)
+        own.bind(server["params"], ctx.init_state()["buffers"])
+        found.append({name: tensor.clone() for name, tensor in measured_statistics(own, part).items()})
     expected = pooled_moments(found, [float(len(part)) for part in data], server["buffers"])
     assert digest({"buffers": server["buffers"]}) == digest({"buffers": expected})
     assert summary["pass_visits"] == sum(len(part) for part in data)

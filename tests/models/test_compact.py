@@ -227,6 +227,7 @@ def test_networks_without_a_norm_and_toys_are_prunable() -> None:
 
 def test_tied_weights_are_refused() -> None:
     pytest.importorskip("torch_pruning")  # the network is traced
+
     class Tied(nn.Module):
         num_features = 4
 

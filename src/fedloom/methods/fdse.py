@@ -38,6 +38,7 @@ from torch import nn
 
 from fedloom.core import Batches, ClientId, Context, Exchange, Method, ModelSpec, Payload, Reply, Stage, Trip, Update
 from fedloom.local import LocalSGD
+from fedloom.local.statistics import measured_statistics
 from fedloom.local.terms import CrossEntropy
 from fedloom.local.terms.consistency import StatisticsConsistency
 from fedloom.merge.buffers import pooled_buffers
@@ -45,7 +46,7 @@ from fedloom.merge.consensus import consensus
 from fedloom.merge.mean import replies_mean, reply_trees, weighted_mean
 from fedloom.merge.parts import Selected
 from fedloom.merge.similarity import similar_means
-from fedloom.models.eraser import MOMENTS, erased, measured_erasers, own, shared, shared_moments
+from fedloom.models.eraser import MOMENTS, erased, eraser_norms, own, shared, shared_moments
 
 PRESETS: dict[str, dict[str, Any]] = {"paper": {}}
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -122,7 +123,8 @@ class Fdse(Method):
         if len(data) < 2:
             return Update(state, {}, weight=0.0)
         ctx.bind(down["params"], down["buffers"])
-        return Update(state, {"norms": measured_erasers(ctx, data, self.local.batch_size)})
+        found = measured_statistics(ctx, data, self.local.batch_size, only=eraser_norms(ctx.net.module))
+        return Update(state, {"norms": own(found)})
 
     def absorb(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
         """The global view's erasers get the statistics of all clients' examples together."""

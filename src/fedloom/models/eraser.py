@@ -24,10 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fedloom.core.batches import Batches
-from fedloom.core.context import Context
 from fedloom.core.errors import ConfigError
-from fedloom.core.seeds import generator, seeded
+from fedloom.core.seeds import seeded
 from fedloom.core.tree import Tensors
 
 MOMENTS = "moments/"  # + name of the block: its statistics in the network's outputs
@@ -128,25 +126,9 @@ def shared_moments(buffers: Tensors) -> dict[str, Tensor]:
     return {k: torch.stack([buffers[f"{norm}running_{what}"] for what in ("mean", "var")]) for k, norm in norms.items()}
 
 
-def measured_erasers(ctx: Context, data: Batches, batch_size: int) -> dict[str, Tensor]:
-    """Statistics of every `dse_bn` of the bound network over the data, two examples or more: name -> buffer.
-
-    The plain mean over batches, drawn at random, of a pass in which the erasers' norms alone normalise by the batch.
-    """
-    mixed = data.subset(torch.randperm(len(data), generator=generator(ctx.seed_for("erasers"))))
-    norms = [block.dse_bn for _, block in _blocks(ctx.net.module)]
-    rates = [norm.momentum for norm in norms]
-    with ctx.evaluating():
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.train().momentum = None
-        try:
-            for batch in mixed.epoch(batch_size=batch_size, purpose="erasers", shuffle=False):
-                ctx.apply(batch.x)
-        finally:
-            for norm, rate in zip(norms, rates, strict=True):
-                norm.momentum = rate
-    return own(ctx.net.take()[1])
+def eraser_norms(module: nn.Module) -> list[nn.Module]:
+    """The `dse_bn` of every block."""
+    return [block.dse_bn for _, block in _blocks(module)]
 
 
 def _blocks(module: nn.Module) -> list[tuple[str, Eraser]]:
