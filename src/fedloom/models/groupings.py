@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.errors import ConfigError
+from fedloom.models.areas import output_positions
 from fedloom.models.channels import Axis, Channels, Group, Tap
 from fedloom.models.compact import equipped
 
@@ -76,31 +77,15 @@ def switched_off(params: dict[str, Tensor], channels: Channels, mask: Tensor) ->
     return found
 
 
-@torch.no_grad()
 def channel_macs(module: nn.Module, channels: Channels, input_shape: Sequence[int]) -> Tensor:
     """Multiply-adds of one example that each channel takes part in, by the layers that write and read it: float64 [C].
 
     At the dense widths, where every channel of a group costs the same.
     """
-    areas: dict[str, int] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda layer, inputs, out: areas.update({f"{name}.weight": out[0, 0].numel() if out.dim() > 2 else 1})
-
-    layers = [(n, m) for n, m in module.named_modules() if isinstance(getattr(m, "weight", None), Tensor)]
-    hooks = [layer.register_forward_hook(note(name)) for name, layer in layers]
-    was_training = module.training
-    try:
-        device = next(module.parameters()).device
-        module.eval()(torch.zeros(1, *input_shape, device=device))
-    finally:
-        module.train(was_training)
-        for hook in hooks:
-            hook.remove()
-    costs = dict.fromkeys(channels.names, 0.0)
-    weights = {name: tensor for name, tensor in module.named_parameters() if name in areas and tensor.dim() > 1}
-    for name, tensor in weights.items():
-        for axis in filter(None, channels.axes.get(name, ())):
-            costs[axis.group] += tensor.numel() * areas[name]
+    positions, costs = output_positions(module, input_shape), dict.fromkeys(channels.names, 0.0)
+    for name, tensor in module.named_parameters():
+        for axis in channels.axes.get(name, ()) if name in positions and tensor.dim() > 1 else ():
+            if axis is not None:
+                costs[axis.group] += tensor.numel() * positions[name]
     per = [torch.full((group.size,), costs[group.name] / group.size) for group in channels.groups]
     return torch.cat(per).double()

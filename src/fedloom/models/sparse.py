@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedloom.core.errors import ConfigError, PayloadError
 from fedloom.core.payload import Payload
 from fedloom.core.tree import Tensors
+from fedloom.models.areas import output_positions
 from fedloom.models.channels import pack, unpack
 from fedloom.models.compact import shared_weights
 
@@ -45,25 +45,12 @@ def sparse_layers(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-@torch.no_grad()
 def by_macs(module: nn.Module, input_shape: Sequence[int] | None) -> dict[str, float]:
     """How often one example multiplies with every weight of a layer: the positions of its output."""
     if input_shape is None:
         raise ConfigError("time by operations needs the input's shape, which the model does not tell; set time=uniform")
-    layers, found = sparse_layers(module), dict[str, float]()
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda layer, inputs, out: found.update({name: out[0].numel() / len(layer.weight)})
-
-    hooks = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
-    was_training = module.training
-    try:
-        module.eval()(torch.zeros(1, *input_shape, device=next(module.parameters()).device))
-    finally:
-        module.train(was_training)
-        for hook in hooks:
-            hook.remove()
-    return {name: found.get(name, 1.0) for name in layers}
+    found = output_positions(module, input_shape)
+    return {name: float(found.get(name, 1)) for name in sparse_layers(module)}
 
 
 def uniform(module: nn.Module, input_shape: Sequence[int] | None) -> dict[str, float]:
