@@ -308,3 +308,8 @@ def test_a_hand_made_mask_is_what_everybody_trains() -> None:
     inner, stream = hand.table.widths(hand.table.kept(mask))
     assert update.up["params"]["head.weight"].shape == (6, stream)
     assert update.up["params"]["body.block.two.weight"].shape == (stream, inner)
+
+
+def test_pooled_statistics_are_refused_where_entries_are_means_over_owners() -> None:
+    with pytest.raises(ConfigError, match=r"method.batch_norm is pooled, but method.aggregate owned takes means"):
+        fedfip(local=local(), aggregate="owned", batch_norm="pooled")

@@ -22,7 +22,7 @@ from fedloom.local.statistics import measured_statistics
 from fedloom.merge.buffers import buffer_policy, pooled_buffers
 from fedloom.methods.channel_facts import kept_channels, mask_overlaps
 from fedloom.methods.channel_scores import MaskRule, ReopenRule
-from fedloom.methods.subnetworks import COMPACT, MODEL, SHARED, Entry, Sharing, dense, gathered, scattered, table
+from fedloom.methods.subnetworks import COMPACT, MODEL, OWNED, SHARED, Entry, Sharing, dense, gathered, scattered, table
 from fedloom.models.channels import Channels, pack, unpack
 from fedloom.models.compact import prunable
 from fedloom.models.groupings import Grouping, channel_macs, coupled
@@ -55,6 +55,12 @@ class Pruned(Method):
         "scores": "how much the client's loss depends on each channel",
         "owned": "which channels the client has re-opened for itself",
     }
+
+    def __post_init__(self) -> None:
+        if self.batch_norm == "pooled" and self.sharing == OWNED:
+            raise ConfigError(
+                "method.batch_norm is pooled, but method.aggregate owned takes means over owners; reset one of the two"
+            )
 
     def module(self, spec: ModelSpec) -> nn.Module:
         """The classifier, with a table of its channels and what they cost where the threshold asks for it."""

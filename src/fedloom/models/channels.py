@@ -321,7 +321,7 @@ def _positions(axis: Axis, kept: Kept) -> Tensor:
 
 def _take(tensor: Tensor, index: Positions) -> Tensor:
     for dim, positions in enumerate(index):
-        if positions is not None:
+        if positions is not None and len(positions) < tensor.shape[dim]:  # all of them need no copy
             tensor = tensor.index_select(dim, positions.to(tensor.device))
     return tensor
 
@@ -335,7 +335,7 @@ def _put_back(name: str, dense: Tensor, index: Positions, value: Tensor) -> Tens
 
 
 def _put(dense: Tensor, index: Positions, value: Tensor) -> Tensor:
-    named = [(dim, positions) for dim, positions in enumerate(index) if positions is not None]
+    named = [(dim, at) for dim, at in enumerate(index) if at is not None and len(at) < dense.shape[dim]]
     if not named:
         return value.to(dense.device)
     dim, positions = named[0][0], named[0][1].to(dense.device)
