@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom import api, compare
+from fedloom import api, compare, methods
 from fedloom.build import build
 from fedloom.config import recipe_names, resolve, resolve_source
 from fedloom.core.errors import Interrupted
@@ -79,6 +79,26 @@ def test_recipes_use_all_data_and_take_ten_steps(recipe: str) -> None:
     assert mean * training.local_epochs / training.batch_size >= 10
     assert training.rounds >= 5
     assert sum(p.numel() for p in made.experiment.spec.classifier().parameters()) <= 100_000
+
+
+SHOWN = [
+    *(("quickstart-domains", name, 0.5) for name in methods.names()),
+    ("digits-domains-small", "fedavg", 0.5),
+    ("pacs-small", "fedavg", 1.5 / 7),
+    ("pacs-small", None, 1.5 / 7),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "method", "least"), SHOWN)
+def test_recipes_with_domains_are_learnt_in_every_domain(
+    recipe: str, method: str | None, least: float, tmp_path: Path
+) -> None:
+    root = root_of(recipe)
+    found = api.run(recipe, method=method, out=tmp_path / "run", **{"data.root": str(root) if root else None}).summary
+    views = [found["domain_accuracy"], found["personal_domain_accuracy"]]
+    assert max(min(view.values()) for view in views) > least
+    assert found["failed_clients"] == found["rejected_updates"] == 0
 
 
 TABLE_1 = [name for name in recipe_names() if name.startswith("fedfmx/table1-")]
