@@ -78,6 +78,7 @@ def test_weights_by_hand(values, weights, end, rejected, degraded, tmp_path: Pat
     [
         ("nan", "'params/head.bias' holds NaN or infinite values"),
         ("inf", "'params/head.bias' holds NaN or infinite values"),
+        ("nan_state", "'memory/body.layers.0.bias' of the client's state holds NaN or infinite values"),
         ("shape", "'params/head.bias' has shape (1,), expected (6,)"),
         ("dtype", "'params/head.bias' has dtype torch.float64, expected torch.float32"),
         ("extra", "'params/surprise' is not a tensor that the server holds"),
@@ -99,7 +100,7 @@ def test_a_bad_update_is_rejected_by_name_and_changes_nothing_else(kind: str, wo
         start(tmp_path / "fail", faulty(Fault(kind, 1, 1, 1)), on_client_failure="fail")
 
 
-@pytest.mark.parametrize("kind", ["nan", "shape", "negative"])
+@pytest.mark.parametrize("kind", ["nan", "nan_state", "shape", "negative"])
 def test_a_client_whose_every_update_is_rejected(kind: str, tmp_path: Path):
     """The run goes on as if that client had failed each time, and still evaluates it with the state it began with."""
     got = start(tmp_path / "bad", faulty(Fault(kind, 1)))

@@ -35,6 +35,10 @@ def test_other_torchvision_families() -> None:
         backbone("torchvision/resnet18", input_shape=(3, 64, 64), widht=3)
     with pytest.raises(ConfigError, match="Did you mean 'resnet18'"):
         backbone("torchvision/resnet180", input_shape=(3, 64, 64))
+    with pytest.raises(ConfigError, match="squeezenet1_1 has no linear layer as its classifier"):
+        backbone("torchvision/squeezenet1_1", input_shape=(3, 64, 64))
+    with pytest.raises(ConfigError, match=r"set model.options.aux_logits to false"):
+        backbone("torchvision/googlenet", input_shape=(3, 64, 64), init_weights=False)
 
 
 def test_torchvision_weights_from_a_local_file(tmp_path: Path) -> None:

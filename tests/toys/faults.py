@@ -62,6 +62,9 @@ def _changed(update: Update, **params: torch.Tensor) -> Update:
 
 AFTER: Mapping[str, Any] = {
     "nan": lambda u: _changed(u, **{"head.bias": u.up["params"]["head.bias"] * float("nan")}),
+    "nan_state": lambda u: u._replace(
+        state={**u.state, "memory": {name: tensor * float("nan") for name, tensor in u.state["memory"].items()}}
+    ),
     "inf": lambda u: _changed(u, **{"head.bias": u.up["params"]["head.bias"] + float("inf")}),
     "shape": lambda u: _changed(u, **{"head.bias": torch.zeros(1)}),
     "dtype": lambda u: _changed(u, **{"head.bias": u.up["params"]["head.bias"].double()}),

@@ -160,6 +160,10 @@ def check_like(up: Payload, template: Payload, ragged: Collection[str] = ()) -> 
 
 def check_finite(up: Payload) -> None:
     """Raise `PayloadError` naming the first tensor that holds NaN or infinity."""
-    for field, name, tensor in items(up):
-        if not is_finite(tensor):
-            raise PayloadError(f"'{field}/{name}' holds NaN or infinite values")
+    if (bad := not_finite(up)) is not None:
+        raise PayloadError(f"'{bad}' holds NaN or infinite values")
+
+
+def not_finite(payload: Payload) -> str | None:
+    """"field/name" of the first tensor that holds NaN or infinity, or None."""
+    return next((f"{field}/{name}" for field, name, tensor in items(payload) if not is_finite(tensor)), None)

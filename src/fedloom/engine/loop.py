@@ -256,6 +256,8 @@ class Loop:
         try:
             if answer.ref.not_finite is not None:
                 raise PayloadError(f"'{answer.ref.not_finite}' holds NaN or infinite values")
+            if answer.spoilt is not None:
+                raise PayloadError(f"'{answer.spoilt}' of the client's state holds NaN or infinite values")
             if not (0 <= answer.weight < float("inf")):
                 raise PayloadError(f"the weight must be a finite number of at least 0, got {answer.weight}")
             check_like(skeleton(answer.ref), self.server, self.experiment.method.ragged)

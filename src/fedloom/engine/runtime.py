@@ -13,7 +13,7 @@ import torch
 
 from fedloom.core import Batches, ClientId, ConfigError, Context, FedloomError, Payload, PayloadError, RunError, Update
 from fedloom.core.errors import origin
-from fedloom.core.payload import check_finite, check_structure
+from fedloom.core.payload import check_structure, not_finite
 from fedloom.core.seeds import seeded
 from fedloom.engine.experiment import Experiment
 from fedloom.engine.spool import Ref
@@ -54,7 +54,8 @@ class Probe(NamedTuple):
 
 class Done(NamedTuple):
     """A client's answer. stored: it left a new state under the instruction's version. visits: examples it trained on,
-    passes: those it looked at without training, each time counted."""
+    passes: those it looked at without training, each time counted. spoilt: "field/name" of the first tensor of its new
+    state that is not finite, in which case that is not stored."""
 
     client: ClientId
     ref: Ref
@@ -64,6 +65,7 @@ class Done(NamedTuple):
     seconds: float
     visits: int = 0
     passes: int = 0
+    spoilt: str | None = None
 
 
 class Failed(NamedTuple):
@@ -152,18 +154,14 @@ class Runtime:
         check_structure(update.up, "the upload")
         check_structure(update.state, "the client state")
         ref = self.outbox.write(update.up)
-        stored = ref.not_finite is None and self._keep(todo, update, state)
+        fresh = update.state is not state and bool(update.state or state)
+        spoilt = not_finite(update.state) if fresh else None
+        if stored := fresh and ref.not_finite is None and spoilt is None:
+            self.store.save(todo.client, todo.version, update.state)
         weight = float(data.num_examples if update.weight is None else update.weight)
         metrics = {str(name): float(value) for name, value in update.metrics.items()}
         seconds = time.perf_counter() - began
-        return Done(todo.client, ref, weight, metrics, stored, seconds, data.visits.count, data.visits.passes)
-
-    def _keep(self, todo: Work, update: Update, before: Payload) -> bool:
-        if update.state is before or not (update.state or before):
-            return False
-        check_finite(update.state)
-        self.store.save(todo.client, todo.version, update.state)
-        return True
+        return Done(todo.client, ref, weight, metrics, stored, seconds, data.visits.count, data.visits.passes, spoilt)
 
     def _state(self, client: ClientId, version: str | None, ctx: Context) -> Payload:
         found = self.store.load(client, version)

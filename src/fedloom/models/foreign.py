@@ -73,6 +73,10 @@ def torchvision_backbone(
         body = zoo.get_model(name, weights=None, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.options of torchvision/{name}: {error}") from error
+    if not any(isinstance(module, nn.Linear) for module in body.modules()):
+        raise ConfigError(f"torchvision/{name} has no linear layer as its classifier to replace; take another network")
+    if getattr(body, "aux_logits", False):
+        raise ConfigError(f"torchvision/{name} has auxiliary classifiers; set model.options.aux_logits to false")
     published = {w.name: w for w in zoo.get_model_weights(name)}
     if weights in published:
         _download(body, published[weights], f"torchvision/{name}")

@@ -96,6 +96,15 @@ def test_a_client_that_raises_is_named_and_its_neighbours_go_on(tmp_path: Path):
     assert "ValueError: broken on purpose" in (path / "log.txt").read_text(), "the server keeps the traceback as well"
 
 
+def test_a_client_whose_state_is_spoilt_is_rejected_as_in_one_process(tmp_path: Path):
+    notes, fault, path = Notes(), Fault("nan_state", 1, 1, 0), tmp_path / "run"
+    found = grids.start(path, faulty(fault), grids.grid(path, faulty(fault)), [notes])
+    assert found["state_sha256"] == serial(fault)["state_sha256"]
+    assert (found["rejected_updates"], found["failed_clients"]) == (1, 0)
+    (note,) = [note for note in notes.notes if "client 1" in note]
+    assert note.endswith("rejected: 'memory/body.layers.0.bias' of the client's state holds NaN or infinite values")
+
+
 def test_a_node_that_raises_fails_its_own_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def broken(self: Node, asked: Any, content: Any) -> Any:
         if self.name == "node 2" and at(asked, 1, 0):

@@ -25,7 +25,7 @@ import torch
 from flwr.app import MetricRecord, RecordDict
 
 from fedloom.core import CheckpointError, ClientId, FedloomError, Payload, PayloadError
-from fedloom.core.payload import is_finite, items
+from fedloom.core.payload import not_finite
 from fedloom.engine.experiment import Experiment
 from fedloom.engine.files import save_payload, write_bytes, write_json, yaml_text
 from fedloom.engine.flower.rows import Rows
@@ -118,6 +118,7 @@ class Node:
         stored = self.store.sha256(todo.client, todo.version) if answer.stored else None
         metrics = MetricRecord({**answer.metrics, WEIGHT: answer.weight})
         header = {"index": index, "stored": stored, "seconds": answer.seconds, "visits": [answer.visits, answer.passes]}
+        header |= {} if answer.spoilt is None else {"spoilt": answer.spoilt}
         return header, {**records, metrics_at(key): metrics}
 
     def _log(self, text: str) -> None:
@@ -210,8 +211,7 @@ class _Outbox:
     def write(self, payload: Payload) -> Ref:
         """Encode a payload, and say whether it is finite."""
         self._packed = Packer(self._cut).pack({self._key: payload})
-        bad = next((f"{field}/{name}" for field, name, tensor in items(payload) if not is_finite(tensor)), None)
-        return Ref("", tuple(sorted(payload)), (), bad)
+        return Ref("", tuple(sorted(payload)), (), not_finite(payload))
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Records and index of what was written; they are not kept here."""

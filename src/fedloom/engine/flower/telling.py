@@ -86,7 +86,8 @@ def answer_of(
         numbers = visits if isinstance(visits, list) else []
         if len(numbers) != 2 or not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise PayloadError("its sample visits must be two whole numbers from 0 up")
-        return Done(todo.client, write(payload), weight, metrics, stored, seconds, *visits)
+        spoilt = str(item["spoilt"])[:200] if "spoilt" in item else None
+        return Done(todo.client, write(payload), weight, metrics, stored, seconds, *visits, spoilt)
     except RunError:  # this machine's disk, say
         raise
     except Exception as error:  # a node may send anything
