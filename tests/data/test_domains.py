@@ -25,7 +25,9 @@ RULES = [
     Single(),
     Single(share=0.05, label_alpha=0.05),
 ]
-cells = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=12, max_size=120)
+cells = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=12, max_size=120).filter(
+    lambda found: len({domain for _, domain in found}) > 1  # domains_min is 2 in some rules
+)
 
 
 def dealt(rule, y, domains, clients, seed=0, task=0, names=("a", "b", "c")):
@@ -183,6 +185,17 @@ def test_a_share_of_less_than_one_example_is_one_and_said_to_be():
     assert notes == ["partition.share 0.01 is less than one example of 2 domains: a client gets one"]
 
 
+@pytest.mark.parametrize("rule", [KDomains(), DirichletDomain(), Single()], ids=repr)
+def test_a_domain_without_training_examples_is_held_by_nobody_and_said_to_be(rule):
+    y, domains = np.arange(60) % 2, np.repeat([0, 2], 30)
+    rule_of, notes = on_domains(rule, domains, ("a", "b", "c"), 6, 0)
+    claimed = rule_of(np.arange(60))
+    assert not claimed.claims[:, 1].any() and claimed.claims[:, [0, 2]].any(0).all()
+    assert "domain 'b' has no training examples, so no client holds it; it is only evaluated" in notes
+    parts, _ = claimed.split(y, 6, 0)
+    assert sum(parts.size(c) for c in range(6)) == 60 and min(parts.size(c) for c in range(6)) > 0
+
+
 def test_label_skew_inside_a_domain_leaves_sizes_alone():
     y, domains = np.tile(np.arange(10), 300), np.zeros(3000, int)
     mixes = {}
@@ -277,12 +290,12 @@ def test_data_without_domains_are_refused_in_words(kind):
         make_plan(plain, stream={"kind": "static"}, partition={"kind": kind})
 
 
-def test_a_domain_without_training_examples_leaves_its_holder_empty_and_noted():
+def test_a_plan_deals_out_only_domains_with_training_examples():
     made = source(names=("here", "there"))
     empty = replace(made, domain_names=("here", "there", "nowhere"))
     plan = make_plan(empty, stream={"kind": "static"}, partition={"kind": "single", "clients": 3})
-    assert sorted(plan.size(c, 0) for c in range(3)) == [0, 60, 60]
-    assert any(note.startswith("stage 0: 1 of 3 clients hold no examples") for note in plan.notes)
+    assert sorted(plan.size(c, 0) for c in range(3)) == [30, 30, 60]
+    assert any(note.startswith("domain 'nowhere' has no training examples") for note in plan.notes)
     assert len(plan.test(0, 2)) == 0 and plan.domain_counts(0, 0).shape == (3, 6)
 
 

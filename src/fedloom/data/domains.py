@@ -208,7 +208,7 @@ class Claimed:
 
 def _sizes(examples: int, claims: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
     """Examples of a domain for each client, int64 [clients]: in proportion to `claims`, none above `most`."""
-    quota = examples * (claims / claims.sum())
+    quota = examples * (claims / (claims.sum() or 1.0))
     return _apportioned(quota * min(1.0, most / max(1.0, quota.max())), rng)
 
 

@@ -145,7 +145,11 @@ def on_domains(
             f"partition.kind '{kind}' deals out domains, but the data have no domain labels; name their column with "
             "data.domain, or take a kind without domains, such as dirichlet"
         )
-    claims, notes = rule.claims(clients, names, seed)
+    held = np.bincount(domains, minlength=len(names)) > 0
+    claims = np.zeros((clients, len(names)))
+    claims[:, held], notes = rule.claims(clients, [names[k] for k in np.flatnonzero(held)], seed)
+    for name in (names[k] for k in np.flatnonzero(~held)):
+        notes.append(f"domain '{name}' has no training examples, so no client holds it; it is only evaluated")
     return lambda rows: Claimed(rule, claims, domains[rows]), notes
 
 
