@@ -12,11 +12,15 @@ import torch
 from fedloom.core import Payload
 from fedloom.engine.files import load_payload
 from fedloom.methods.channel_facts import (
+    dealt,
     kept_channels,
+    kept_weights,
     mask_overlaps,
     overlaps,
     prototype_cosines,
     scores_by_domain,
+    weights_by_client,
+    widths_kept,
 )
 from fedloom.models.channels import Channels, Group
 from toys.federation import BlobSpec, experiment
@@ -103,3 +107,49 @@ def test_fedfip_tells_of_its_mask_its_clients_and_its_domains(tmp_path: Path):
 def test_fedfip_without_pruning_tells_of_domains_alone_and_without_both_of_nothing(tmp_path: Path):
     assert list(told_by(tmp_path / "whole", keep=1.0)[0]) == ["Cosine of the domains' prototypes"]
     assert told_by(tmp_path / "plain", keep=1.0, contrast_weight=0.0)[0] == {}
+
+
+def test_widths_are_told_as_shares_of_every_group():
+    told = widths_kept("t", "rate", {"1": (4, 2), "0.3": (3, 1), "0.1": (1, 1)}, TWO, "Note.")
+    assert told.columns == ["stem of 4", "body of 2"] and told.rows == ["1", "0.3", "0.1"]
+    assert told.values == [[1.0, 1.0], [0.75, 0.5], [0.25, 0.5]]
+    assert (told.title, told.axes, told.note) == ("t", ("rate", "group"), "Note.")
+
+
+@pytest.mark.parametrize(
+    ("names", "columns"),
+    [
+        (("net.stem", "net.body.one"), ["stem of 4", "body.one of 2"]),
+        (("net.stem", "body.one"), ["net.stem of 4", "body.one of 2"]),
+        (("net.stem", "net"), ["net.stem of 4", "net of 2"]),
+        (("net.stem",), ["stem of 4"]),
+        (("stem",), ["stem of 4"]),
+    ],
+)
+def test_columns_do_not_name_the_module_that_holds_every_group(names: tuple[str, ...], columns: list[str]):
+    groups = tuple(Group(name, size, (), (), ()) for name, size in zip(names, (4, 2), strict=False))
+    assert widths_kept("t", "rate", {"1": (4, 2)[: len(names)]}, Channels(groups, {}), "").columns == columns
+
+
+def test_what_belongs_to_a_rate_is_dealt_by_client_id():
+    whole = experiment("fedloom.methods.fedavg:fedavg", num_clients=5)
+    ctx = whole.context(whole.net(), 0)
+    assert dealt({0.5: "half", 1.0: "all"}, (1.0, 0.5, 0.5), ctx) == {
+        0: "all",
+        1: "half",
+        2: "half",
+        3: "all",
+        4: "half",
+    }
+
+
+def test_the_share_of_weights_that_is_kept_is_told_tensor_by_tensor():
+    told = kept_weights({"a": bits("1011").view(2, 2), "b": bits("00100")})
+    assert told.rows == ["a, 3 of 4", "b, 1 of 5"] and told.values == [[0.75], [0.2]]
+    assert told.note == "The masks keep 4 of the 9 weights that may be pruned."
+
+
+def test_a_client_without_a_share_of_a_layer_keeps_all_of_it():
+    told = weights_by_client({0: {}, 3: {"a.weight": 0.25}, 4: {"a.weight": 0.5, "b.weight": 2 / 3}}, "Note.")
+    assert told.rows == [0, 3, 4] and told.columns == ["a", "b"]
+    assert told.values == [[1.0, 1.0], [0.25, 1.0], [0.5, 0.666667]]

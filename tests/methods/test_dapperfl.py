@@ -264,3 +264,35 @@ def test_in_the_release_a_client_that_prunes_nothing_is_fedavgs(quiet: None, tmp
     ours = start(tmp_path / "ours", experiment(DAPPER, options=options, num_stages=1))
     theirs = start(tmp_path / "theirs", experiment(AVG, options={"training": {"optimizer": PLAIN}}, num_stages=1))
     assert ours["params_sha256"] == theirs["params_sha256"]
+
+
+def test_a_run_tells_how_many_channels_each_client_keeps() -> None:
+    hand = Hand("dapperfl", ratios=(0.0, 0.4, 0.9))
+    (table,) = hand.method.facts(hand.server, {}, hand.ctx())
+    assert table.rows == [0, 1, 2, 3] and table.columns == ["block.one of 24", "layers.0 of 8"]
+    assert table.values == [[1.0, 1.0], [0.625, 0.625], [0.125, 0.125], [1.0, 1.0]], "15 and 5, 3 and 1"
+    for client, row in zip(table.rows, table.values, strict=True):
+        mask = unpack(hand.work(client).up["mask"]["bits"], 32)
+        assert [float(part.double().mean()) for part in mask.split([24, 8])] == row
+    assert Hand("dapperfl", ratios=(0.0, 0.0)).method.facts(hand.server, {}, hand.ctx()) == []
+
+
+def test_in_the_release_a_run_tells_how_many_weights_of_each_layer_a_client_keeps(quiet: None) -> None:
+    hand = Hand("dapperfl", mode="official_quirks", ratios=(0.4, 0.0))
+    (table,) = hand.method.facts(hand.server, {}, hand.ctx())
+    kept = {
+        "body.layers.0": 1 / 2,
+        "body.block.one": 5 / 8,
+        "body.block.norm1": 14 / 24,
+        "body.block.two": 14 / 24,
+        "body.block.norm2": 5 / 8,
+        "head": 5 / 8,
+    }
+    assert table.axes == ("client", "layer") and table.rows == [0, 1, 2, 3]
+    assert dict(zip(table.columns, table.values[0], strict=True)) == pytest.approx(kept, abs=1e-6)
+    assert table.values == [table.values[0], [1.0] * 6] * 2
+    params = hand.work(0).up["params"]
+    for name, share in kept.items():
+        assert float((params[f"{name}.weight"] != 0).double().mean()) == pytest.approx(share)
+    whole = Hand("dapperfl", mode="official_quirks", ratios=(0.0,))
+    assert whole.method.facts(whole.server, {}, whole.ctx()) == []

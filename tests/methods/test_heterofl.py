@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,3 +177,32 @@ def test_options_and_networks_that_cannot_work_are_refused(tmp_path: Path):
             fedloom.run("quickstart", method={"name": "heterofl", **method}, out=tmp_path / "run")
     with pytest.raises(ConfigError, match="group normalisation"):
         fedloom.run("quickstart", method="heterofl", model={"name": "resnet8_gn"}, out=tmp_path / "run")
+
+
+def told(path: Path, **options: Any) -> list[dict[str, Any]]:
+    """The tables of a run over groups of 24 and 8 channels."""
+    start(path, experiment(HETERO, spec=BlobSpec(residual=True), num_stages=1, rounds=1, options=options))
+    file = path / "facts.json"
+    return json.loads(file.read_text())["tables"] if file.exists() else []
+
+
+def test_a_run_tells_how_wide_each_clients_network_is(tmp_path: Path):
+    (table,) = told(tmp_path / "run", rates=(1.0, 0.3, 0.05))
+    assert table["axes"] == ["client", "group"] and table["rows"] == [0, 1, 2, 3]
+    assert table["columns"] == ["block.one of 24", "layers.0 of 8"]
+    widths = [[round(share * size) for share, size in zip(row, (24, 8), strict=True)] for row in table["values"]]
+    assert widths == [[24, 8], [8, 3], [2, 1], [24, 8]]
+    whole, server, ctx = contexts((1.0, 0.3, 0.05), spec=BlobSpec(residual=True))
+    sent = [whole.method.send_part(server, k, ctx(k))["params"]["body.block.one.weight"] for k in range(4)]
+    assert [list(tensor.shape) for tensor in sent] == widths
+
+
+def test_where_rates_are_drawn_a_run_tells_the_width_of_each(tmp_path: Path):
+    (table,) = told(tmp_path / "run", rates=(0.25, 1.0, 0.25), assignment="dynamic")
+    assert table["axes"] == ["rate", "group"] and table["rows"] == ["1.0", "0.25"]
+    assert table["values"] == [[1.0, 1.0], [0.25, 0.25]] and "anew in every round" in table["note"]
+
+
+@pytest.mark.parametrize("assignment", ["fixed", "dynamic"])
+def test_a_run_of_whole_networks_tells_of_no_widths(assignment: str, tmp_path: Path):
+    assert told(tmp_path / "run", rates=(1.0, 1.0), assignment=assignment) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fedloom.engine.checkpoint import newest
 from fedloom.engine.files import load_payload
 from fedloom.methods.prunefl import PRESETS, PruneFL
 from fedloom.models.channels import unpack
+from fedloom.models.sparse import packed
 from toys.federation import BlobSpec, experiment, method_of
 from toys.running import Notes, rows, start
 from toys.weights_shared import SlidingSpec
@@ -224,3 +226,27 @@ def test_options_and_networks_that_cannot_work_are_refused(tmp_path: Path):
         fedloom.run("quickstart", method="prunefl", model={"name": "linear"}, out=tmp_path / "run")
     with pytest.raises(ConfigError, match="max_density"):
         fedloom.run("quickstart", method={"name": "prunefl", "max_density": 0.0}, out=tmp_path / "run")
+
+
+def test_a_run_tells_which_share_of_each_layers_weights_the_masks_keep(tmp_path: Path):
+    start(tmp_path / "run", prune(rounds=2, max_density=0.3, adjust_every=1, initial_checks=2))
+    (table,) = json.loads((tmp_path / "run" / "facts.json").read_text())["tables"]
+    server = newest(tmp_path / "run")[0]
+    sizes = {name: (int(mask.sum()), mask.numel()) for name, mask in masks(server).items()}
+    assert table["rows"] == [f"{name}, {sizes[name][0]} of {sizes[name][1]}" for name in SHAPES]
+    assert table["values"] == [[sizes[name][0] / sizes[name][1]] for name in SHAPES]
+    assert f"keep {active(server)} of the {TOTAL} weights" in table["note"] and active(server) <= 0.3 * TOTAL
+
+
+def test_shares_are_those_of_the_masks_whatever_values_the_weights_have():
+    ctx, server = contexts(prune(**DENSE))
+    mask = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in SHAPES.items()}
+    for found, count in zip(mask.values(), (4, 48, 0), strict=True):
+        found.view(-1)[:count] = True
+    params = {**server["params"], **{name: torch.zeros(shape) for name, shape in SHAPES.items()}}
+    given = {**packed(params, mask), "buffers": server["buffers"]}
+    (table,) = prune().method.facts(given, {}, ctx())
+    assert table.values == [[0.25], [0.25], [0.0]]
+    assert table.rows[0] == "body.layers.0.weight, 4 of 16"
+    (table,) = prune(**DENSE).method.facts(server, {}, ctx())
+    assert table.values == [[1.0]] * 3

@@ -31,9 +31,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le, Lt, MinLen
-from torch import nn
+from torch import Tensor, nn
 
-from fedloom.core import Batches, Context, Method, ModelSpec, Payload, Reply, Update
+from fedloom.core import Batches, ClientId, Context, Method, ModelSpec, Payload, Reply, Table, Update
 from fedloom.core.errors import ConfigError
 from fedloom.core.tree import Tensors, on_device
 from fedloom.local import LocalSGD
@@ -42,9 +42,10 @@ from fedloom.local.terms import CrossEntropy
 from fedloom.local.terms.features_norm import FeaturesNorm, euclidean
 from fedloom.merge.mean import weighted_mean
 from fedloom.merge.recovered import Recovered
+from fedloom.methods.channel_facts import dealt, widths_kept
 from fedloom.methods.subnetworks import COMPACT, MODEL, table
 from fedloom.methods.zero_filled import ZeroFilled
-from fedloom.models.channels import pack, unpack
+from fedloom.models.channels import Channels, pack, unpack
 from fedloom.models.compact import prunable
 from fedloom.select.channels import l1_scores, per_group
 from fedloom.select.rates import fixed
@@ -104,7 +105,7 @@ class DapperFL(Method):
         tuned = {"params": on_device(first.params, "cpu"), "buffers": on_device(first.buffers, "cpu")}
         fused = {field: self.fusion(down[field], tuned[field], ctx.global_round + 1) for field in MODEL}
         scores = l1_scores(fused["params"], [group.writers for group in channels.groups])
-        mask = per_group(scores, channels.sizes, 1 - fixed(self.ratios, ctx), min_share=0.0)
+        mask = largest(scores, channels, fixed(self.ratios, ctx))
         part, inside = COMPACT.enter(fused, mask, ctx)
         end = replace(self.local, epochs=max(0, epochs - 1))(part, Continued(data, 1), inside)
         up = {"params": end.params, "buffers": end.buffers, "mask": {"bits": pack(mask)}}
@@ -122,6 +123,22 @@ class DapperFL(Method):
             ]
             new[field] = weighted_mean(trees, weights, server[field], who=who)
         return {**server, **new}
+
+    def facts(self, server: Payload, states: Mapping[ClientId, Payload], ctx: Context) -> Sequence[Table]:
+        """How many channels each client keeps, which follows from its ratio; nothing where none prunes."""
+        channels, ratios = table(ctx), set(self.ratios)
+        if ratios == {0}:
+            return []
+        alike = torch.ones(channels.total)
+        widths = {ratio: channels.widths(channels.kept(largest(alike, channels, ratio))) for ratio in ratios}
+        note = "Shares that a client's ratio leaves. Which channels these are it chooses anew in every round."
+        by_client = dealt(widths, self.ratios, ctx)
+        return [widths_kept("Channels kept by the clients", "client", by_client, channels, note)]
+
+
+def largest(scores: Tensor, channels: Channels, ratio: float) -> Tensor:
+    """bool [C]: of every group all but the share `ratio`, those with the largest scores [C]."""
+    return per_group(scores, channels.sizes, 1 - ratio, min_share=0.0)
 
 
 def dapperfl(

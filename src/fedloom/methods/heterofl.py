@@ -34,7 +34,7 @@ import torch
 from annotated_types import Gt, Le, MinLen
 from torch import Tensor, nn
 
-from fedloom.core import Batches, ClientId, Context, Exchange, ModelSpec, Payload, Reply, Update
+from fedloom.core import Batches, ClientId, Context, Exchange, ModelSpec, Payload, Reply, Table, Update
 from fedloom.core.errors import pick
 from fedloom.core.payload import take_rows
 from fedloom.local import LocalSGD
@@ -43,6 +43,7 @@ from fedloom.local.terms import CrossEntropy
 from fedloom.local.terms.held import HeldCrossEntropy
 from fedloom.merge.by_index import indexed_mean
 from fedloom.merge.mean import reply_trees
+from fedloom.methods.channel_facts import dealt, widths_kept
 from fedloom.methods.remeasured import Remeasured
 from fedloom.methods.subnetworks import table
 from fedloom.models.channels import pack, unpack
@@ -125,6 +126,20 @@ class HeteroFL(Remeasured):
     def exchanges(self) -> Mapping[str, Exchange]:
         """Training goes by parts; `send` gives the dense model that serves."""
         return {**super().exchanges(), "train": Exchange(self.send_part, self.client_update, self.server_update)}
+
+    def facts(self, server: Payload, states: Mapping[ClientId, Payload], ctx: Context) -> Sequence[Table]:
+        """The widths of the clients' networks, or of each rate's where these are drawn; nothing where all are whole."""
+        channels = table(ctx)
+        widths = {rate: channels.widths(prefix(channels, rate)) for rate in sorted(set(self.rates), reverse=True)}
+        if set(widths) == {1}:
+            return []
+        if self.assigned is fixed:
+            note = "Shares of the dense network's channels that a client trains in every round it takes part in."
+            title, by_client = "Width of the clients' networks", dealt(widths, self.rates, ctx)
+            return [widths_kept(title, "client", by_client, channels, note)]
+        note = "Shares of the dense network's channels. Every client draws its rate anew in every round."
+        by_rate = {str(rate): found for rate, found in widths.items()}
+        return [widths_kept("Width of the networks of each rate", "rate", by_rate, channels, note)]
 
 
 def _head_index(reply: Reply, ctx: Context) -> dict[str, tuple[Tensor, ...]]:

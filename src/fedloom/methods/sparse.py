@@ -10,13 +10,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedloom.core import Batches, ClientId, Context, Exchange, Method, ModelSpec, Payload, Reply, Update
+from fedloom.core import Batches, ClientId, Context, Exchange, Method, ModelSpec, Payload, Reply, Table, Update
 from fedloom.core.tree import Tensors, on_device, zeros_like
 from fedloom.local import LocalSGD
 from fedloom.local.continued import Continued
 from fedloom.local.transforms.masked import MaskedGradients
 from fedloom.local.transforms.recorded import PerStep, Record, RecordGradients
 from fedloom.merge.mean import replies_mean
+from fedloom.methods.channel_facts import kept_weights
 from fedloom.methods.fedavg import FedAvg
 from fedloom.models.sparse import Times, by_macs, kept, nonzero_parameters, opened, packed
 from fedloom.select.unstructured import Reconfiguration, steady
@@ -119,6 +120,11 @@ class SparseMethod(Method):
     def exchanges(self) -> Mapping[str, Exchange]:
         """Training goes by sparse models; `send` gives the dense one."""
         return {"train": Exchange(self.send_sparse, self.client_update, self.server_update)}
+
+    def facts(self, server: Payload, states: Mapping[ClientId, Payload], ctx: Context) -> Sequence[Table]:
+        """The share of each tensor's weights that the masks keep."""
+        masks = self.model(server, ctx).masks
+        return [kept_weights({name: masks[name] for name in times(ctx)})]
 
 
 def times(ctx: Context) -> dict[str, float]:

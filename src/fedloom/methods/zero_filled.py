@@ -9,13 +9,15 @@ too. Kept from the paper's form: optimiser state is fresh after the pruning.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from fedloom.core import Batches, Context, Payload, Update
+from fedloom.core import Batches, ClientId, Context, Payload, Table, Update
 from fedloom.local.continued import Continued
 from fedloom.local.transforms.masked import MaskedGradients
+from fedloom.methods.channel_facts import dealt, weights_by_client
 from fedloom.methods.fedavg import FedAvg
 from fedloom.select.layerwise import layer_masks
 from fedloom.select.rates import fixed
@@ -38,3 +40,16 @@ class ZeroFilled(FedAvg):
         end = rest(part, Continued(data, 1), ctx, ref={"masks": masks})
         up = {"params": end.params, "buffers": end.buffers}
         return Update(state, up, metrics={**first.metrics, **end.metrics})
+
+    def facts(self, server: Payload, states: Mapping[ClientId, Payload], ctx: Context) -> Sequence[Table]:
+        """How many weights each client keeps, which its ratio tells whatever they are; nothing where none prunes."""
+        shares = {ratio: self.shares(server, ratio, ctx) for ratio in set(self.ratios)}
+        if not any(shares.values()):
+            return []
+        note = "Shares that a client's ratio leaves, of the layers that lose any; their choice is made in every round."
+        return [weights_by_client(dealt(shares, self.ratios, ctx), note)]
+
+    def shares(self, server: Payload, ratio: float, ctx: Context) -> dict[str, float]:
+        """Name of a weight -> the share of it that stays; weights that lose nothing are not named."""
+        masks = layer_masks(ctx.net.module, server["params"], ratio)
+        return {name: int(mask.sum()) / mask.numel() for name, mask in masks.items()}
