@@ -27,7 +27,7 @@ OPTIMIZERS = {"sgd": HEAVY, "adamw": AdamW(lr=0.01, weight_decay=0.1)}
 def trained(entry: Any, ctx: Any, state: Any, mask: Tensor, data: Any, local: LocalSGD) -> tuple[Any, dict[str, float]]:
     """The dense model after training the part in one of the two ways, as `Pruned.trained` does it."""
     part, inside = entry.enter(state, mask, ctx)
-    end = entry.training(local)(part, data, inside, ref={"off": (table(ctx), mask)})
+    end = entry.training(local)(part, data, inside, ref=entry.ref(part, mask, ctx))
     return entry.leave({"params": end.params, "buffers": end.buffers}, mask, state, ctx), end.metrics
 
 
@@ -174,10 +174,9 @@ def test_the_training_loop_of_a_mask_holds_the_norms_of_other_channels_still() -
     assert COMPACT.training(LocalSGD()) == LocalSGD()
     (keep_off,) = MASKED.training(LocalSGD()).transforms
     first = replace(MASKED.training(LocalSGD()), transforms=())
-    assert first == LocalSGD() and keep_off.needs == ("off",)
-    module = network("toy")
-    mask = torch.arange(8) < 5
-    grads = {n: torch.ones_like(p) for n, p in module.named_parameters()}
-    found = keep_off(grads, {}, {"off": (module.channels, mask)})
+    assert first == LocalSGD()
+    ctx, mask = gated_context("toy"), torch.arange(8) < 5
+    grads = {n: torch.ones_like(p) for n, p in ctx.init_state()["params"].items()}
+    found = keep_off(grads, {}, MASKED.ref(ctx.init_state(), mask, ctx))
     assert found["body.layers.1.weight"].tolist() == found["body.layers.1.bias"].tolist() == [1.0] * 5 + [0.0] * 3
     assert found["body.layers.0.weight"].all() and list(found) == list(grads)

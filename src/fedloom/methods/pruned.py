@@ -117,7 +117,7 @@ class Pruned(Method):
         """The dense model after training the client's channels, and metrics. ref: of the network's context."""
         part, inside = self.entry.enter(model, mine, ctx)
         local = self.entry.training(self.local)
-        end = local(part, data, inside, ref={"off": (table(ctx), mine), **ref(inside)})
+        end = local(part, data, inside, ref={**self.entry.ref(part, mine, ctx), **ref(inside)})
         return self.entry.leave({"params": end.params, "buffers": end.buffers}, mine, model, ctx), end.metrics
 
     def sent(self, model: Payload, mask: Tensor, mine: Tensor, ctx: Context) -> dict[str, Any]:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedloom.core import Context, Payload, Reply
-from fedloom.core.tree import Tensors
 from fedloom.local import LocalSGD
+from fedloom.local.transforms.masked import MaskedGradients
 from fedloom.merge.buffers import BufferPolicy
 from fedloom.merge.by_index import indexed_mean
 from fedloom.merge.mean import replies_mean, reply_trees
 from fedloom.models.channels import Channels, Kept, pack, unpack
-from fedloom.models.groupings import switched_off
+from fedloom.models.groupings import switched_off, switches
 
 MODEL = ("params", "buffers")
 
@@ -63,8 +63,12 @@ class Entry(Protocol):
         """bool [C]: the channels that the network it trains has."""
         ...
 
+    def ref(self, model: Payload, mask: Tensor, ctx: Context) -> Mapping[str, Any]:
+        """What the training loop reads, of the model to train."""
+        ...
+
     def training(self, local: LocalSGD) -> LocalSGD:
-        """The training loop that goes with it; it reads `ref["off"]`, see `KeepOff`."""
+        """The training loop that goes with it."""
         ...
 
 
@@ -86,6 +90,10 @@ class Compact:
     def within(self, mask: Tensor) -> Tensor:
         """Those of the mask."""
         return mask
+
+    def ref(self, model: Payload, mask: Tensor, ctx: Context) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
 
     def training(self, local: LocalSGD) -> LocalSGD:
         """As it is: what was cut cannot move."""
@@ -110,24 +118,13 @@ class Masked:
         """All."""
         return torch.ones_like(mask)
 
+    def ref(self, model: Payload, mask: Tensor, ctx: Context) -> Mapping[str, Any]:
+        """The masks of the gradients."""
+        return {"masks": switches(model["params"], table(ctx), mask)}
+
     def training(self, local: LocalSGD) -> LocalSGD:
         """Gradients of channels that are off are 0; otherwise their norms would bring them back."""
-        return replace(local, transforms=(*local.transforms, KeepOff()))
-
-
-@dataclass(frozen=True)
-class KeepOff:
-    """A gradient transform: no gradient for the norms of channels outside `ref["off"]`'s mask.
-
-    ref["off"]: a pair of the table and bool [C].
-    """
-
-    needs: ClassVar[tuple[str, ...]] = ("off",)
-
-    def __call__(self, grads: Tensors, params: Tensors, ref: Mapping[str, Any]) -> Tensors:
-        """The gradients."""
-        channels, mask = ref["off"]
-        return switched_off(dict(grads), channels, mask)
+        return replace(local, transforms=(*local.transforms, MaskedGradients()))
 
 
 COMPACT, MASKED = Compact(), Masked()

@@ -7,7 +7,7 @@ Source: the readings of "channel" in Lin et al., "Domain Sensitive Federated Lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,15 +65,22 @@ GROUPINGS: dict[str, Grouping] = {"coupled": coupled, "internal": internal, "con
 
 
 def switched_off(params: dict[str, Tensor], channels: Channels, mask: Tensor) -> dict[str, Tensor]:
-    """Parameters with which the channels outside the mask put out 0, in training too: their norm's weight and bias, or
-    the layer's own where no norm follows, are 0. The dense network then computes what gates of 0 and 1 would."""
-    found = dict(params)
+    """Parameters with which the channels outside the mask put out 0: what `switches` turns off is 0. The dense network
+    then computes what gates of 0 and 1 would."""
+    masks = switches(params, channels, mask)
+    return {n: torch.where(masks[n].to(p.device), p, 0) if n in masks else p for n, p in params.items()}
+
+
+def switches(params: Mapping[str, Tensor], channels: Channels, mask: Tensor) -> dict[str, Tensor]:
+    """Name of a parameter -> bool that broadcasts to it: of every norm's weight and bias, or the layer's own where no
+    norm follows, what belongs to channels of the mask. Held at 0 elsewhere, the other channels put out 0 in training
+    too."""
+    found: dict[str, Tensor] = {}
     for group, part in zip(channels.groups, channels.split(mask), strict=True):
         layers = group.norms or tuple(writer.removesuffix(".weight") for writer in group.writers)
         for name in (f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias")):
-            if name in found:
-                shape = (-1, *(1,) * (found[name].dim() - 1))
-                found[name] = torch.where(part.view(shape).to(found[name].device), found[name], 0)
+            if name in params:
+                found[name] = part.view(-1, *(1,) * (params[name].dim() - 1))
     return found
 
 

@@ -16,7 +16,7 @@ class MaskedGradients:
     """g where the mask is true, 0 elsewhere, so that weights which are 0 there stay exactly 0 in every step.
 
     Neither momentum nor weight decay moves a weight of 0 whose gradients are 0, in SGD as in AdamW. ref["masks"]: name
-    -> bool, of the parameter's shape; parameters that are not named move freely.
+    -> bool, of a shape that broadcasts to the parameter's; parameters that are not named move freely.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("masks",)
