@@ -135,6 +135,36 @@ def test_table_1_carries_out_a_round_on_a_few_images(recipe: str, tmp_path: Path
     assert run.summary["parameters"] > (80e6 if "vit" in recipe else 14e6)
 
 
+FEDFIP = [name for name in recipe_names() if name.startswith("fedfip/")]
+
+
+def few_of_each_domain(size: int) -> tuple[Any, ...]:
+    """120 images of each of three domains, two classes, with their domains; noise where PACS is not here."""
+    y, domain = torch.arange(360) % 2, torch.arange(3).repeat_interleave(120)
+    if not (DATA / "flwrlabs" / "pacs").is_dir():
+        return torch.randint(0, 256, (360, 3, size, size), dtype=torch.uint8, generator=generator("images")), y, domain
+    source = load_source("flwrlabs/pacs", root=DATA, image_size=size)
+    cells = [(source.y_train == c) & (source.domains_train == d) for d in range(3) for c in range(2)]
+    rows = torch.stack([cell.nonzero()[:60, 0] for cell in cells]).reshape(3, 2, 60).transpose(1, 2).flatten()
+    return torch.as_tensor(source.x_train[rows]), y, domain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", FEDFIP)
+def test_fedfips_recipes_carry_out_two_rounds_on_a_few_images(recipe: str, tmp_path: Path) -> None:
+    """The second round is the first whose clients are sent a part of the network."""
+    config = resolve(resolve_source(recipe)[1])
+    changes: dict[str, Any] = {"data.image_size": None, "data.augment": "none", "training.rounds": 2}
+    changes |= {"data.domain": None, "partition.share": 1.0, "training.local_epochs": 1, "training.cohort": 4}
+    data = few_of_each_domain(config.data.image_size)
+    run = api.run(recipe, data=data, out=tmp_path / "run", **changes)
+    found = run.summary
+    assert (found["rounds"], found["clients"], len(found["domain_accuracy"])) == (2, 20, 3)
+    assert found["failed_clients"] == found["degraded_rounds"] == found["rejected_updates"] == 0
+    assert 11e6 < found["parameters"] < 12e6
+    assert found["active_parameters"] < (0.75 if config.method["keep"] == 0.8 else 0.1) * found["parameters"]
+
+
 @pytest.mark.slow
 def test_joint_is_above_replay_and_replay_above_fedavg_on_the_quickstart(tmp_path: Path) -> None:
     """The order that any stream of classes must show, with separated 95 % intervals and the same sample visits."""
