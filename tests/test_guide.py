@@ -1,4 +1,4 @@
-"""What README.md, docs/method-guide.md and docs/compare.md show is run, or at least understood."""
+"""What README.md, docs/method-guide.md, docs/compare.md and docs/domains.md show is run, or at least understood."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from fedloom.cli import app
 
 ROOT = Path(__file__).parents[1]
 GUIDE, README, COMPARE = ROOT / "docs" / "method-guide.md", ROOT / "README.md", ROOT / "docs" / "compare.md"
+DOMAINS = ROOT / "docs" / "domains.md"
+PAGES = (README, GUIDE, COMPARE, DOMAINS)
+ELSEWHERE = ("flwrlabs", "parquet:DIR", "ylecun", "folder:")  # data that are not there, or made by the test of the page
 TINY = ["training.rounds=1", "training.local_epochs=1", "stream.tasks=2", "partition.clients=4", "model.name=linear"]
 
 
@@ -30,7 +33,7 @@ def blocks(path: Path, language: str) -> list[str]:
 
 def commands() -> list[list[str]]:
     """Arguments of every `fedloom ...` line of the shell blocks, without comments."""
-    lines = [line for path in (README, GUIDE, COMPARE) for block in blocks(path, "bash") for line in block.splitlines()]
+    lines = [line for path in PAGES for block in blocks(path, "bash") for line in block.splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("fedloom ")]
 
 
@@ -78,7 +81,7 @@ def test_the_guides_fedprox_refuses_in_words(folder: Path) -> None:
     assert done.exit_code == 2 and "method.mu must be at least 0, got -1" in done.stderr
 
 
-@pytest.mark.parametrize("path", [GUIDE, README, COMPARE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_python_blocks_compile(path: Path) -> None:
     found = blocks(path, "python")
     assert found
@@ -97,9 +100,34 @@ def test_commands_parse() -> None:
             command.make_context(name, rest, parent=outer).close()
 
 
-@pytest.mark.parametrize("arguments", [c for c in commands() if c[0] == "run"], ids=" ".join)
+HERE = [c for c in commands() if c[0] == "run" and not any(name in word for name in ELSEWHERE for word in c)]
+
+
+@pytest.mark.parametrize("arguments", HERE, ids=" ".join)
 def test_runs_could_start(arguments: list[str], folder: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--dry-run", "--json"])
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["parameters"] > 0
     assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["my_fedprox.py"]
+
+
+def test_folders_and_arrays_of_the_page_on_domains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes data is executed, and the commands on folders could start; without its setting they are refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    folders, arrays, _ = blocks(DOMAINS, "python")
+    exec(folders, {})
+    found = [c for c in commands() if any("folder:" in word for word in c)]
+    assert len(found) == 2
+    for arguments in found:
+        done = CliRunner().invoke(app, [*arguments, "--dry-run", "--json"])
+        assert done.exit_code == 0, done.stderr
+        assert json.loads(done.stdout)["data"]["domain_names"] in (["board", "paper"], ["paper", "board"])
+    bare = [word.replace("data.domain=folders", "data.domain=null") for word in found[0]]
+    assert bare != found[0]
+    done = CliRunner().invoke(app, [*bare, "--dry-run"])
+    assert done.exit_code == 2 and "look like domains" in done.stderr
+    few = re.sub(r"load_digits\(\)", "load_digits(n_class=3)", arrays).replace('"rounds": 2', '"rounds": 1')
+    assert few != arrays
+    exec(few, shown := {})
+    assert shown["run"].summary["domain_accuracy"].keys() == {"board", "paper"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from fedloom.core import CheckpointError, ConfigError, Context, ModelSpec, Paylo
 from fedloom.local import LocalSGD
 from fedloom.methods.fedavg import FedAvg
 from fedloom.models.compact import prunable
-from fedloom.models.spec import NetworkSpec
-from fedloom.served import export_safetensors, module_of, open_personal, open_served
+from fedloom.served import module_of, open_personal, open_served, open_view
 from test_api import DIGITS
 
 PERSONAL = {**DIGITS, "method": {"name": "toys.tally:tally"}}
@@ -85,42 +83,10 @@ def test_a_federation_leaves_the_same_models_on_its_nodes(tmp_path: Path) -> Non
 def test_a_client_without_anything_of_its_own_has_the_global_model(tmp_path: Path) -> None:
     done = fedloom.run(DIGITS, out=tmp_path / "run")
     assert torch.equal(open_personal(done.folder, 1).scores(images()), open_served(done.folder).scores(images()))
-
-
-def test_an_export_holds_whatever_a_method_predicts_with(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    done = fedloom.run({**DIGITS, "method": {"name": "replay", "memory": 20}}, out=tmp_path / "run")
-    found = load_file(export_safetensors(done.folder, tmp_path / "model.safetensors"))
-    served = open_served(done.folder)
-    names = {f"means.{name}" for name in served.view["means"]}
-    assert names <= found.keys() and len(names) == 2
-    assert all(torch.equal(found[f"means.{name}"], t) for name, t in served.view["means"].items())
-    assert {name for name in found if not name.startswith("means.")} == set(done.model.state_dict())
-
-
-def test_a_pruned_model_is_exported_as_the_compact_network_and_loads_in_plain_torch(tmp_path: Path) -> None:
-    """By the function that the guide shows."""
-    from safetensors import safe_open
-
-    layer = {**DIGITS, "method": {"name": "test_served:halved"}, "model": {"name": "digits_cnn"}}
-    done = fedloom.run(layer, out=tmp_path / "run")
-    path = export_safetensors(done.folder, tmp_path / "model.safetensors")
-    guide = (Path(__file__).parents[1] / "docs" / "method-guide.md").read_text(encoding="utf-8")
-    (block,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "def load_compact" in code)
-    exec(block, shown := {})
-    net = shown["load_compact"](NetworkSpec("digits_cnn", 10, (1, 8, 8), 0).classifier(), str(path))
-    with safe_open(path, "pt") as file:
-        meta, shapes = file.metadata(), {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
-    assert shapes["backbone.convs.1.conv.weight"] == (16, 8, 3, 3) and shapes["backbone.fc.weight"] == (32, 16 * 16)
-    size = 8 * 9 + 8 + 16 * 8 * 9 + 16 + 32 * 256 + 32 + 10 * 32 + 10
-    assert json.loads(meta["parameters"]) == done.summary["active_parameters"] == size < done.summary["parameters"]
-    mean, std = (json.loads(meta[key])[0] for key in ("mean", "std"))
-    x = torch.from_numpy(images())
-    logits = net((x / 255 - mean) / std)
-    logits = logits if isinstance(logits, torch.Tensor) else logits["logits"]
-    assert torch.allclose(logits, done.scores(x), atol=1e-5)
-    assert sum(p.numel() for p in done.model.parameters()) == size and not done.model.training
+    with pytest.raises(ConfigError, match="--client is 1, but with fedavg every client predicts with the global model"):
+        open_view(done.folder, 1)
+    with pytest.raises(ConfigError, match="--client is -1, but the run has the clients 0 to 1"):
+        open_view(done.folder, -1)
 
 
 @pytest.mark.parametrize("method", ["fedfip", "fedavg"])

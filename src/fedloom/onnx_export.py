@@ -1,4 +1,4 @@
-"""The global model as an ONNX graph that needs neither FedLoom nor torch."""
+"""The served model as an ONNX graph that needs neither FedLoom nor torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core import ConfigError, Context, Method
-from fedloom.served import Served, open_served
+from fedloom.served import Served, open_view
 
 TOLERANCE = 1e-3  # largest difference of finite scores between torch and onnxruntime
 
@@ -55,14 +55,14 @@ class _Graph(nn.Module):
         return method.predict(self._served.view, self._state, x, self._context)
 
 
-def export_onnx(folder: Path, out: Path) -> tuple[Path, str]:
-    """Write the model and compare it with torch; returns the path and what the check found.
+def export_onnx(folder: Path, out: Path, client: int | None = None) -> tuple[Path, str]:
+    """Write the global model, or a client's own, and compare it with torch: the path and what the check found.
 
     The graph's input `x` is the stored input as float32 (8-bit images as 0..255), its output `scores`.
     Raises `ConfigError` when the extra is missing, the method cannot be exported, or the results differ.
     """
     _need("onnx", "onnxscript")
-    served = open_served(folder)
+    served = open_view(folder, client)
     served.context.net.forward = replace(served.context.net.forward, precision="fp32")  # the graph has no autocast
     graph = _Graph(served).eval()
     sample = torch.zeros(2, *served.meta["input_shape"])

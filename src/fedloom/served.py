@@ -204,6 +204,22 @@ def open_personal(folder: Path, client: int, model: Any = None) -> Served:
     return replace(served, view=served.method.send(server, client, context), context=context, state=state)
 
 
+def open_view(folder: Path, client: int | None = None) -> Served:
+    """Open the global model of a run folder, or for export the model of one client.
+
+    Raises `ConfigError` where the clients have none of their own, else as `open_served` and `open_personal` do.
+    """
+    if client is None:
+        return open_served(folder)
+    served = open_personal(folder, client)
+    if not served.method.personal:
+        raise ConfigError(
+            f"--client is {client}, but with {served.meta['method']} every client predicts with the global model; "
+            "leave --client out"
+        )
+    return served
+
+
 def _meta(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -271,35 +287,6 @@ def describe(built: Built) -> dict[str, Any]:
         "stages": plan.num_stages,
         "rounds": plan.rounds,
     }
-
-
-def export_safetensors(folder: Path, out: Path) -> Path:
-    """Write the global model as plain safetensors: the network's own tensor names, metadata as text.
-
-    The network is the one that is served: of a method that prunes the compact one, whose layers have the widths that
-    the shapes of the tensors say; the metadata give its number of `parameters`. What a method predicts with besides
-    the network (the class means of `replay`, say) is there as `<field>.<name>`.
-    """
-    from safetensors.torch import save_file
-
-    from fedloom.engine.files import usual_mode
-
-    served = open_served(folder)
-    module = module_of(served)
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()}
-    others = {field: tree for field, tree in served.view.items() if field not in ("params", "buffers")}
-    tensors |= {
-        f"{field}.{name}": tensor.contiguous() for field, tree in others.items() for name, tensor in tree.items()
-    }
-    told = {**served.meta, "parameters": sum(p.numel() for p in module.parameters())}
-    meta = {key: value if isinstance(value, str) else json.dumps(value) for key, value in told.items()}
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with usual_mode(out):
-            save_file(tensors, str(out), metadata=meta)
-    except Exception as error:  # safetensors has an error class of its own for what the disk refuses
-        raise ConfigError(f"cannot write '{out}' ({error}); name another file with --out") from error
-    return out
 
 
 def module_of(served: Served) -> torch.nn.Module:

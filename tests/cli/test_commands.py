@@ -331,6 +331,35 @@ def test_export_safetensors_holds_the_global_model(finished: Path, tmp_path: Pat
     assert call("export", finished, "--format", "pickle").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("client", "sentence"),
+    [
+        (3, "--client is 3, but the run has the clients 0 to 2"),
+        (1, "with fedavg every client predicts with the global"),
+    ],
+)
+def test_export_of_a_client_that_there_is_not_or_that_has_no_model(
+    finished: Path, tmp_path: Path, client: int, sentence: str
+) -> None:
+    for form in ("safetensors", "onnx"):
+        result = call("export", finished, "--format", form, "--client", client, "--out", tmp_path / "m")
+        assert result.exit_code == 2 and sentence in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_export_of_a_client_has_a_name_of_its_own(tmp_path: Path, no_pictures: None) -> None:
+    from safetensors import safe_open
+
+    folder = tmp_path / "run"
+    assert call("run", *TWO, "-m", "fedbn", "--out", folder, "-q").exit_code == 0
+    for arguments, name, client in ([], "export", "null"), (["--client", 2], "export-client2", "2"):
+        result = call("export", folder, "--format", "safetensors", *arguments)
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == f"model: {folder / name}.safetensors\n"
+        with safe_open(folder / f"{name}.safetensors", "pt") as file:
+            assert file.metadata()["client"] == client and file.metadata()["model"] == "linear"
+
+
 def test_report_of_several_runs(finished: Path, tmp_path: Path) -> None:
     result = call("report", finished, "--out", tmp_path / "page.html")
     assert result.exit_code == 0 and (tmp_path / "page.html").stat().st_size > 1000

@@ -135,6 +135,31 @@ def test_switches_are_listed_with_their_method() -> None:
         (["compare", "-m", "fedavg", "--seeds", "1,1"], "seeds: '1' is given twice"),
         (["compare", "-m", "fedavg", "--seeds", "-1"], "seeds must be whole numbers from 0, such as 0,1,2, got -1"),
         (["compare", "-m", "fedavg", "--reference", "fedvg"], "unknown reference 'fedvg'. Did you mean 'fedavg'?"),
+        (
+            ["compare", "-m", "fedavg", "--metric", "domain_meen"],
+            "unknown metric 'domain_meen'. Did you mean 'domain_mean'? Kn",
+        ),
+        (
+            ["compare", "-m", "fedavg", "--metric", "bytes_up"],
+            "Known: accuracy_within_task, average_incremental_accuracy,",
+        ),
+        (["ablate", "fedfmx", "--metric", "domain_accuracy[x"], "domain_accuracy[NAME], domain_mean, domain_std,"),
+        (
+            ["compare", "-m", "fedavg", "--metric", "domain_mean"],
+            "metric is 'domain_mean', but the data have no domains;",
+        ),
+        (
+            ["ablate", "fedfmx", "--metric", "domain_accuracy[x]"],
+            "metric is 'domain_accuracy[x]', but the data have no",
+        ),
+        (
+            ["compare", "-m", "fedavg", "-s", "stream=static", "--metric", "forgetting"],
+            "but the stream has a single stage;",
+        ),
+        (
+            ["compare", "quickstart-domains", "-m", "fedavg", "--metric", "domain_accuracy[rotate]"],
+            "metric: unknown domain 'rotate'. Did you mean 'rotated'? Known: blurred, inverted, noisy, rotated.",
+        ),
         (["compare", "-m", "fedavg", "-s", "seed=1"], "seed is set for every run by the seeds of the comparison"),
         (["compare", "-m", "fedavg,joint", "-s", "method.uniform=true"], "of them name fedavg+uniform=true instead."),
         (["compare", "-m", "fedavg", "-s", "method=joint"], "method.name is set by the entries of the comparison"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,36 @@ def test_the_exported_graph_agrees_with_torch(method: str, tmp_path: Path, monke
     assert 4 * done.summary["active_parameters"] < size
     assert not pruned or size < 4 * done.summary["parameters"]
     assert "agrees with torch" in checked or "onnxruntime is not installed" in checked
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "fedfip", "keep": 0.5, "reactivation_threshold": 0.3, "react_max": 0.4}, {"name": "fedbn"}],
+    ids=lambda method: method["name"],
+)
+def test_the_exported_graph_of_a_client_predicts_as_the_client_does(
+    method: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+    import torch
+
+    from fedloom.onnx_export import export_onnx
+    from fedloom.served import open_personal, open_served
+
+    runtime = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    x = np.random.default_rng(0).integers(0, 256, (24, 1, 8, 8), dtype=np.uint8)
+    layer = {"method": method, "model": "resnet8", "partition": {"kind": "iid", "clients": 2}}
+    layer |= {"training": {"rounds": 2}, "stream": {"kind": "static"}}
+    done = api.run(layer, data=(x, np.arange(24) % 2, np.arange(24) // 2 % 2), out=tmp_path / "run")
+    path, checked = export_onnx(done.folder, tmp_path / "m.onnx", 1)
+    assert "agrees with torch" in checked
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x[:5].astype(np.float32)})
+    want = open_personal(done.folder, 1).scores(x[:5])
+    torch.testing.assert_close(torch.from_numpy(found), want, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(want, open_served(done.folder).scores(x[:5]), atol=2e-4)
 
 
 @pytest.mark.filterwarnings("ignore")

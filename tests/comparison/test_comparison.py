@@ -302,6 +302,8 @@ def test_a_locked_run_does_not_stop_the_others(tmp_path: Path) -> None:
         ({"methods": ("fedavg", "fedprx")}, "^unknown method 'fedprx'"),
         ({"methods": ("fedprox", "fedavg"), "training": {"rounds": 0}}, "^training.rounds must be"),
         ({"reference": ["fedavg"]}, "unknown reference"),
+        ({"metric": ["final_accuracy"]}, "unknown metric"),
+        ({"metric": "personal_domain_mean"}, "metric is 'personal_domain_mean', but the data have no domains"),
         ({"methods": ("fedavg", "fedprox@papre")}, "unknown preset of fedprox 'papre'"),
         ({"methods": ("fedprox", "fedavg"), "method": {"mu": 1.0}}, "unknown option of fedavg 'method.mu'"),
         (
@@ -369,6 +371,40 @@ def test_pooled_data_leave_traffic_and_clients_out(tmp_path: Path) -> None:
         "bytes_up", "bytes_down", "per_client_accuracy_mean", "per_client_accuracy_worst10",
     }  # fmt: skip
     assert "- joint pools the data of all clients: a reference, not a federation; it has no traffic." in done.markdown
+
+
+def test_the_metric_changes_the_table_alone(tmp_path: Path, begun: list[Any]) -> None:
+    from fedloom.evaluate.statistics import compare_paired
+
+    usual, times = small(tmp_path / "c", seeds=(0, 1, 2)), len(begun)
+    other = small(tmp_path / "c", seeds=(0, 1, 2), metric="forgetting")
+    assert len(begun) == times == 6, "no run is made for it"
+    assert {**other.summary, "metric": "final_accuracy"} == usual.summary and other.summary["metric"] == "forgetting"
+    assert other.table() == usual.table()
+    values = [[run.summary["forgetting"] for run in runs.values()] for runs in other.runs.values()]
+    p = compare_paired(values[1], values[0]).p_t
+    assert p is not None and p != usual.table()[1]["final_accuracy_p"]
+    row = next(line for line in other.markdown.splitlines() if line.startswith("| fedprox+mu=1 |"))
+    assert "p of forgetting against fedavg" in other.markdown and f"| {p:.3f} |" in row
+    assert "p of final accuracy against fedavg" in usual.markdown
+    assert other.markdown == (tmp_path / "c" / "compare.md").read_text()
+
+
+def test_a_metric_that_no_run_has_is_refused_and_the_runs_are_kept(tmp_path: Path, begun: list[Any]) -> None:
+    words = r"no run of the comparison has the metric per_client_accuracy_mean; .* one of final_accuracy, average_incr"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=words):
+            small(tmp_path / "c", ("joint",), (0,), metric="per_client_accuracy_mean")
+    assert begun == [("joint", 0)] and "per_client" not in (tmp_path / "c" / "compare.csv").read_text()
+    done = small(tmp_path / "c", ("joint", "fedavg"), (0,), metric="per_client_accuracy_mean")
+    assert "- joint has no per client accuracy mean, so nothing is tested against it." in done.markdown
+
+
+def test_personal_methods_are_told_by_what_they_declare(tmp_path: Path) -> None:
+    done = small(tmp_path / "c", ("fedavg", "fedbn"), (0,))
+    assert [entry["personal"] for entry in done.summary["methods"].values()] == [False, True]
+    assert "fedbn: clients predict with views of their own" in done.markdown
+    assert "--metric per_client_accuracy_mean tests by own views." in done.markdown
 
 
 def test_common_options_are_for_every_method_that_does_not_set_them(tmp_path: Path) -> None:

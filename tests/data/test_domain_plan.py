@@ -201,6 +201,12 @@ def test_the_record_says_who_holds_which_domain():
     assert not [key for key in without if "domain" in key] and "domains" not in without["stages"][0]["clients"]["0"]
 
 
+def test_a_picture_takes_names_for_names_whatever_signs_they_hold(tmp_path):
+    odd = replace(source(), domain_names=("$\\frac$", "_a", "b$", "c"))
+    plan = make_plan(odd, stream={"kind": "domain_incremental"}, partition={"kind": "iid", "clients": 4})
+    assert plan.draw(tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("stream", "clients", "panels"),
     [

@@ -54,6 +54,49 @@ def test_one_folder_is_read_with_and_without_domains(fill, tmp_path):
     assert plain.fingerprint == load_source(f"folder:{tmp_path}").fingerprint
 
 
+def test_what_looks_like_domains_is_not_taken_for_classes_in_silence(fill, tmp_path):
+    for domain in ("webcam", "amazon"):
+        for label in ("mug", "bike"):
+            fill(f"{domain}/{label}")
+    with pytest.raises(
+        DataError,
+        match=r"folders 'amazon' and 'webcam' look like domains, since both hold folders 'bike' and 'mug'; set "
+        r"data.domain to 'folders' to read domain/class/image, or to 'none' if they are the classes$",
+    ):
+        load_source(f"folder:{tmp_path}")
+    assert load_source(f"folder:{tmp_path}", domain="folders").class_names == ("bike", "mug")
+    assert load_source(f"folder:{tmp_path}", domain="none").class_names == ("amazon", "webcam")
+    union = load_source(f"domains:folder:{tmp_path / 'amazon'},folder:{tmp_path / 'webcam'}")
+    assert union.domain_names == ("amazon", "webcam") and union.class_names == ("bike", "mug")
+
+
+@pytest.mark.parametrize("path", ["train/{}/{}", "{}/train/{}", "{}/{}/train"])
+def test_folders_of_splits_do_not_hide_domains(path, fill, tmp_path):
+    for domain in "ab":
+        for label in "xy":
+            fill(path.format(domain, label))
+    with pytest.raises(DataError, match="folders 'a' and 'b' look like domains, since both hold folders 'x' and 'y'"):
+        load_source(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ["cat", "dog"],
+        ["cat", "dog", "dog/x", "dog/y", "cow/x", "cow/y"],  # cat holds images itself
+        ["cat/images", "dog/images"],  # as Tiny ImageNet has it
+        ["cat/x", "cat/y", "dog/z", "dog/w"],
+        ["cat/train", "cat/test", "dog/train", "dog/test"],
+    ],
+    ids=" ".join,
+)
+def test_class_folders_with_folders_of_their_own_stay_classes(folders, fill, tmp_path):
+    for folder in folders:
+        fill(folder)
+    classes = sorted({folder.partition("/")[0] for folder in folders})
+    assert load_source(f"folder:{tmp_path}").class_names == tuple(classes)
+
+
 def test_unreadable_layouts_are_refused(fill, tmp_path):
     fill("flat/cat")
     with pytest.raises(

@@ -139,6 +139,82 @@ def test_fewer_than_three_common_seeds_have_no_p():
     assert report.grid(two)[2][3] == "< 0.001" and report.rows(two)[1]["final_accuracy_p"] == 0.0001
 
 
+def with_test(key, p, reference=None, **changes):
+    """Two methods with tests of two results; the first is the reference."""
+    known = {"domain_mean": 0.5, "domain_std": 0.02, "domain_worst": 0.4, "personal_domain_mean": 0.5}
+    slow = entry(KEYS["slow"], 0.5, p=0.0321, **known)
+    slow["tests"][key] = {"difference": 0.1, "p_t": p, "p_wilcoxon": 0.25, "n": 3}
+    return content(methods={"a|b": reference or entry(KEYS["a|b"], 0.6, **known), "slow": slow}, **changes)
+
+
+def test_the_metric_is_the_one_whose_test_is_shown():
+    found = with_test("personal_domain_mean", 0.0004, metric="personal_domain_mean")
+    head, first, second = report.grid(found)
+    place = head.index("p of personal domain mean against a|b")
+    assert (first[place], second[place]) == ("–", "< 0.001") and sum(h.startswith("p of") for h in head) == 1
+    assert head[place - 1] == "Domains, own views, mean, %" and second[place - 1] == "50.0", "what is tested is shown"
+    assert any(
+        line.startswith("p: two-sided paired t-test of personal domain mean against") for line in report.notes(found)
+    )
+    usual = with_test("personal_domain_mean", 0.0004)
+    head, _, second = report.grid(usual)
+    assert second[head.index("p of final accuracy against a|b")] == "0.032" and "own views" not in "".join(head)
+    assert report.grid({**usual, "metric": "final_accuracy"}) == report.grid(usual)
+    assert report.rows(found) == report.rows(usual), "numbers are those of every metric"
+    assert report.rows(found)[1]["final_accuracy_p"] == 0.0321 and report.csv_text(found) == report.csv_text(usual)
+
+
+@pytest.mark.parametrize(
+    ("metric", "head", "cell", "words"),
+    [
+        ("per_client_accuracy_worst10", "Clients, worst tenth, %", "25.0", "per client accuracy worst10"),
+        ("per_client_accuracy_mean", "Clients, mean, %", "25.0", "per client accuracy mean"),
+        ("backward_transfer", "Backward transfer, pp", "25.0", "backward transfer"),
+        ("domain_accuracy[Art Work]", "Domain Art Work, %", "25.0", "domain Art Work"),
+        ("domain_worst", "Domains, worst, %", "25.0", "domain worst"),
+    ],
+)
+def test_a_metric_without_a_column_of_its_own_gets_one(metric, head, cell, words):
+    slow = entry(KEYS["slow"], 0.5, **{metric: 0.25})
+    slow["tests"] = {metric: {"difference": 0.1, "p_t": 0.5, "p_wilcoxon": 0.25, "n": 3}}
+    heads, row = report.grid(content(methods={"slow": slow}, reference="x", metric=metric))
+    assert heads.count(head) == 1 and row[heads.index(head)] == cell
+    assert row[heads.index(f"p of {words} against x")] == "0.500"
+
+
+def test_a_reference_without_the_metric_is_told():
+    told = "a|b has no domain mean, so nothing is tested against it."
+    bare = entry(KEYS["a|b"], 0.6)
+    found = with_test("domain_mean", None, bare, metric="domain_mean")
+    assert told in report.notes(found) and not any(head.startswith("p of") for head in report.grid(found)[0])
+    assert told not in report.notes(with_test("domain_mean", 0.5, metric="domain_mean"))
+    assert not any("so nothing is tested" in line for line in report.notes(content(metric="final_accuracy")))
+    none_yet = {**bare, "metrics": {}}
+    assert told not in report.notes(content(methods={"a|b": none_yet}, metric="domain_mean"))
+
+
+def test_methods_with_views_of_their_own_are_told_with_the_metric_that_fits():
+    told = "clients predict with views of their own, and the global view may mean little"
+    known = {"domain_mean": 0.5, "domain_std": 0.02, "domain_worst": 0.4}
+    same, own = ({f"personal_{key}": value + more for key, value in known.items()} for more in (1e-15, 0.1))
+    first = {**entry("a" * 64, 0.5, **known, **same), "personal": True}
+    second, third = (entry(key * 64, 0.5, **known, **own) for key in "bc")
+    methods = {"alike": first, "fedbn": second, "fdse": third}
+
+    def lines(**changes):
+        return [line for line in report.notes(content(**changes)) if "views of their own" in line]
+
+    assert lines(methods=methods) == [f"fedbn, fdse: {told}; --metric personal_domain_mean tests by own views."]
+    assert lines(methods=methods, metric="personal_domain_worst") == [f"fedbn, fdse: {told}."]
+    assert not lines(methods={"alike": first}) and not lines()
+    plain = {**entry("d" * 64, 0.5, per_client_accuracy_mean=0.6), "personal": True}
+    common = {**plain, "personal": False}
+    assert lines(methods={"fedavg": common, "fedbn": plain}) == [
+        f"fedbn: {told}; --metric per_client_accuracy_mean tests by own views."
+    ]
+    assert not lines(methods={"fedbn": {**entry("d" * 64, 0.5), "personal": True}}), "nothing of clients was measured"
+
+
 def options(name, **given):
     return {**entry("a" * 64, 0.5), "method": {"name": name, "preset": given.pop("preset", "paper"), **given}}
 

@@ -209,6 +209,16 @@ def test_domains_and_what_the_method_tells_are_shown(tmp_path, write_run):
     assert "Accuracy per domain over stages" not in text and "Accuracy per domain" in page.words
 
 
+def test_the_curves_of_a_single_stage_are_over_the_rounds_that_evaluated_domains(tmp_path, write_run):
+    folder = with_domains(write_run(tmp_path / "one", stages=1))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[0] |= {"accuracy": 0.25, "accuracy/domains": {"photo": 0.25, "sketch": 0.25}}
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text, page = page_of([folder], tmp_path / "report.html")
+    assert "Accuracy per domain over rounds" in text and {"photo", "sketch"} <= set(page.words)
+    assert all("photo" not in picture for picture in re.findall(r"<svg.*?</svg>", text, re.DOTALL)), "a page's names"
+
+
 def test_a_damaged_facts_file_is_a_problem_and_no_traceback(tmp_path, write_run):
     folder = write_run(tmp_path / "run")
     (folder / "facts.json").write_text('{"tables": [')

@@ -47,6 +47,10 @@ Seeds = Annotated[
 Reference = Annotated[
     str | None, typer.Option("--reference", metavar="LABEL", help="Test the others against it; the first by default.")
 ]
+Metric = Annotated[
+    str | None,
+    typer.Option("--metric", metavar="KEY", help="Result whose test the table shows.", show_default="final_accuracy"),
+]
 Out = Annotated[
     str | None,
     typer.Option("--out", "-o", metavar="DIR", help="Folder of the comparison; what is done there is not run again."),
@@ -59,6 +63,7 @@ def compare(
     methods: Methods = None,
     seeds: Seeds = None,
     reference: Reference = None,
+    metric: Metric = None,
     sets: Set = None,
     out: Out = None,
     engine: Engine = None,
@@ -80,7 +85,8 @@ def compare(
     layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
     tell = _teller(quiet or as_json)
     words, numbers = _joined(methods) or "", _joined(seeds) or SEEDS
-    planned = plan(recipe, words, numbers, out=out, reference=reference, tell=tell, **_parts(layer))
+    given = {"out": out, "reference": reference, "metric": metric, "tell": tell, **_parts(layer)}
+    planned = plan(recipe, words, numbers, **given)
     _carry_out(planned, tell, dry_run, as_json, quiet, verbose)
 
 
@@ -95,6 +101,7 @@ def ablate(
     ] = None,
     seeds: Seeds = None,
     reference: Reference = None,
+    metric: Metric = None,
     sets: Set = None,
     out: Out = None,
     engine: Engine = None,
@@ -115,8 +122,8 @@ def ablate(
 
     layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
     tell = _teller(quiet or as_json)
-    given = {"switches": _joined(switches), "out": out, "reference": reference, "tell": tell, **_parts(layer)}
-    planned = plan_ablation(method, recipe, _joined(seeds) or SEEDS, **given)
+    given = {"out": out, "reference": reference, "metric": metric, "tell": tell, **_parts(layer)}
+    planned = plan_ablation(method, recipe, _joined(seeds) or SEEDS, switches=_joined(switches), **given)
     _carry_out(planned, tell, dry_run, as_json, quiet, verbose)
 
 

@@ -76,15 +76,19 @@ def export(
     folder: Folder,
     form: Annotated[Format, typer.Option("--format", "-f", help="safetensors, or onnx (extra 'onnx').")],
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write.")] = None,
+    client: Annotated[
+        int | None, typer.Option("--client", metavar="K", help="Write this client's own model, not the global one.")
+    ] = None,
 ) -> None:
-    """Write the global model as one file to serve."""
+    """Write the global model, or that of one client, as one file to serve."""
     from fedloom.onnx_export import export_onnx
-    from fedloom.served import export_safetensors
+    from fedloom.safetensors_export import export_safetensors
 
-    target = out if out is not None else folder / f"export.{form.value}"
+    stem = "export" if client is None else f"export-client{client}"
+    target = out if out is not None else folder / f"{stem}.{form.value}"
     if form is Format.safetensors:
-        say(f"model: {export_safetensors(folder, target)}")
+        say(f"model: {export_safetensors(folder, target, client)}")
         return
-    path, checked = export_onnx(folder, target)
+    path, checked = export_onnx(folder, target, client)
     say(f"model: {path}")
     say(f"check: {checked}")

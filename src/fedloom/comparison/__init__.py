@@ -19,7 +19,7 @@ from fedloom.api import Run
 from fedloom.comparison.folders import mend
 from fedloom.comparison.planned import UNFINISHED, Planned, Tell, plan, plan_ablation
 from fedloom.core.errors import ConfigError, FedloomError, Interrupted, RunError, origin
-from fedloom.evaluate.comparison import budget, compared
+from fedloom.evaluate.comparison import DOMAIN, RESULTS, budget, compared
 from fedloom.report import comparison as report
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def compare(
     *,
     out: str | Path | None = None,
     reference: str | None = None,
+    metric: str | None = None,
     data: Any = None,
     model: Any = None,
     engine: str | Mapping[str, Any] | None = None,
@@ -78,15 +79,16 @@ def compare(
     methods: entries, or label -> entry; an entry is a word (`fedprox`, `fedprox@paper+mu=0.1`) or a mapping of the
     section `method`. seeds: whole numbers. A text of either, as on the command line, will do. out: folder, by default
     `runs/<recipe>/compare`; calling again with the same one runs only what is missing there. reference: label that
-    the others are tested against, by default the first. overrides: as in `fedloom.run`; options of `method` among
-    them are for every method that does not set them itself, and must be known to all. The rest is as in `fedloom.run`;
-    observers get a note before every run. A run that fails does not stop the others and is found in
-    `Comparison.failed`. Raises `ConfigError` before the first run for what cannot be run, `RunError` when no run ended
-    well.
+    the others are tested against, by default the first. metric: key of the result whose test the table shows, one of
+    `fedloom.evaluate.comparison.RESULTS` or domain_accuracy[NAME], by default the final accuracy. overrides: as in
+    `fedloom.run`; options of `method` among them are for every method that does not set them itself, and must be known
+    to all. The rest is as in `fedloom.run`; observers get a note before every run. A run that fails does not stop the
+    others and is found in `Comparison.failed`. Raises `ConfigError` before the first run for what cannot be run, and
+    after the last for a metric that none has; `RunError` when no run ended well.
     """
     given = {"data": data, "model": model, "engine": engine, **overrides}
     watch, tell = _audience(observers, verbose)
-    planned = plan(recipe_or_config, methods, seeds, out=out, reference=reference, tell=tell, **given)
+    planned = plan(recipe_or_config, methods, seeds, out=out, reference=reference, metric=metric, tell=tell, **given)
     return carry_out(planned, watch, tell)
 
 
@@ -98,6 +100,7 @@ def ablate(
     switches: Any = None,
     out: str | Path | None = None,
     reference: str | None = None,
+    metric: str | None = None,
     data: Any = None,
     model: Any = None,
     engine: str | Mapping[str, Any] | None = None,
@@ -113,9 +116,8 @@ def ablate(
     """
     given = {"data": data, "model": model, "engine": engine, **overrides}
     watch, tell = _audience(observers, verbose)
-    planned = plan_ablation(
-        method, recipe_or_config, seeds, switches=switches, out=out, reference=reference, tell=tell, **given
-    )
+    named = {"switches": switches, "out": out, "reference": reference, "metric": metric, "tell": tell}
+    planned = plan_ablation(method, recipe_or_config, seeds, **named, **given)
     return carry_out(planned, watch, tell)
 
 
@@ -273,6 +275,7 @@ class Results:
             "dataset": first.get("dataset"),
             "scenario": first.get("scenario"),
             "reference": planned.reference,
+            "metric": planned.metric,
             "seeds": list(planned.seeds),
             "complete": len(self.done) == len(planned.runs),
             "methods": {label: {**self._entry(label), **numbers[label]} for label in planned.methods},
@@ -285,7 +288,8 @@ class Results:
         missing = {str(seed): reasons.get(key) for seed, key in keys.items() if key not in self.done}
         begun = [seed for seed, key in keys.items() if key not in self.done and self.planned.state(key) in UNFINISHED]
         runs = {str(seed): key for seed, key in keys.items()}
-        return {"method": dict(self.planned.methods[label]), "runs": runs, "missing": missing, "begun": begun}
+        found = {"method": dict(self.planned.methods[label]), "runs": runs, "missing": missing, "begun": begun}
+        return {**found, "personal": any(run.personal for run in self.planned.checked[label].values())}
 
     def write(self) -> None:
         """Write compare.json, compare.md and compare.csv, each whole or not at all; with what others have done."""
@@ -298,7 +302,9 @@ class Results:
         write_bytes(folder / report.CSV, report.csv_text(content).encode())
 
     def comparison(self) -> Comparison:
-        """What is there at the end. Raises the error of the only kind there was when no run ended well."""
+        """What is there at the end. Raises the error of the only kind there was when no run ended well, and
+        `ConfigError` when all did and none has the metric.
+        """
         if not self.done:
             key, first = next(iter(self.failed.items()))
             label, seed = self.planned.runs[key]
@@ -306,4 +312,15 @@ class Results:
             raise kind(f"no run ended well; {label}, seed {seed}: {first}") from first
         named = {key: place for key, place in self.planned.runs.items() if key in self.failed}
         failed = {place: str(self.failed[key]) for key, place in named.items()}
-        return Comparison(self.planned.folder, self.content(), self.runs, failed)
+        content = self.content()
+        if not failed:
+            self._check_metric(content)
+        return Comparison(self.planned.folder, content, self.runs, failed)
+
+    def _check_metric(self, content: Mapping[str, Any]) -> None:
+        known = list(dict.fromkeys(key for entry in content["methods"].values() for key in entry["metrics"]))
+        if (metric := self.planned.metric) not in known:
+            raise ConfigError(
+                f"no run of the comparison has the metric {metric}; its runs are done, so call it again with one of "
+                f"{', '.join(key for key in known if key in RESULTS or key.startswith(DOMAIN))}"
+            )

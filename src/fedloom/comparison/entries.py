@@ -12,6 +12,8 @@ from fedloom.config.layers import check_values, parse
 from fedloom.config.options import plain
 from fedloom.config.words import shorten, shown
 from fedloom.core.errors import ConfigError, unknown
+from fedloom.evaluate.comparison import DOMAIN, RESULTS
+from fedloom.report.columns import METRIC
 
 Section = dict[str, Any]
 FULL = "full"  # label of a method with all its parts
@@ -121,6 +123,17 @@ def reference(wanted: Any, labels: Iterable[str]) -> str:
     if (name := _clean(wanted)) not in known:
         raise ConfigError(unknown("reference", shorten(name), known))
     return name
+
+
+def metric(wanted: Any) -> str:
+    """Key of the result whose test is shown, by default the final accuracy."""
+    if wanted is None:
+        return METRIC
+    check_values({"metric": wanted})
+    key = str(wanted).strip()
+    if key not in RESULTS and not (key.startswith(DOMAIN) and key.endswith("]")):
+        raise ConfigError(unknown("metric", shorten(key), [*RESULTS, f"{DOMAIN}NAME]"]))
+    return key
 
 
 def switches(method: str, wanted: Any = None) -> dict[str, Section]:

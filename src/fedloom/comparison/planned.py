@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.api import Run, checked_path, configure, resume, start
 from fedloom.build import Built, build
@@ -17,9 +17,10 @@ from fedloom.comparison.folders import check_began, check_free, finished, mend, 
 from fedloom.comparison.settings import settings
 from fedloom.config.layers import nested
 from fedloom.config.options import schema
-from fedloom.config.words import shown
-from fedloom.core.errors import CheckpointError, ConfigError, FedloomError
+from fedloom.config.words import shorten, shown
+from fedloom.core.errors import CheckpointError, ConfigError, FedloomError, unknown
 from fedloom.environment import edited, sources
+from fedloom.evaluate.comparison import DOMAIN, OF_DOMAINS, OF_STAGES
 from fedloom.report.comparison import RUNS, is_comparison
 
 if TYPE_CHECKING:
@@ -33,12 +34,21 @@ LONGEST = 100  # characters of a word in the name of a folder
 UNFINISHED = ("failed", "unfinished")  # states of runs that were begun and have not ended well
 
 
+class Checked(NamedTuple):
+    """A run that can be assembled: its key, whether clients may predict otherwise than the global view, its stream."""
+
+    key: str
+    personal: bool
+    domains: tuple[str, ...]
+    stages: int
+
+
 @dataclass(frozen=True)
 class Planned:
     """A comparison whose configurations are checked; nothing has been run.
 
-    settings: what is set over the recipe, see `fedloom.comparison.settings`. methods: label -> resolved section
-    `method`. keys: label -> seed -> key of the run, equal for equal runs (see `fedloom.comparison.folders.run_key`).
+    settings: what is set over the recipe, see `fedloom.comparison.settings`. metric: key of the result whose test the
+    table shows. methods: label -> resolved section `method`. checked: label -> seed -> what is known of the run.
     make: (label, seed) -> the assembled run and the user's own model. given: what a run needs to be opened and gone
     on with: the user's own data and model, and workers (None: as they were).
     """
@@ -48,11 +58,17 @@ class Planned:
     settings: Mapping[str, Any]
     folder: Path
     reference: str
+    metric: str
     seeds: tuple[int, ...]
     methods: Mapping[str, Mapping[str, Any]]
-    keys: Mapping[str, Mapping[int, str]]
+    checked: Mapping[str, Mapping[int, Checked]]
     make: Make
     given: Mapping[str, Any]
+
+    @property
+    def keys(self) -> dict[str, dict[int, str]]:
+        """Label -> seed -> key of the run, equal for equal runs (see `fedloom.comparison.folders.run_key`)."""
+        return {label: {seed: run.key for seed, run in runs.items()} for label, runs in self.checked.items()}
 
     @property
     def runs(self) -> dict[str, tuple[str, int]]:
@@ -60,7 +76,7 @@ class Planned:
         found: dict[str, tuple[str, int]] = {}
         for seed in self.seeds:
             for label in self.methods:
-                found.setdefault(self.keys[label][seed], (label, seed))
+                found.setdefault(self.checked[label][seed].key, (label, seed))
         return found
 
     def path(self, key: str) -> Path:
@@ -112,7 +128,15 @@ class Planned:
 
 
 def plan(
-    recipe_or_config: Any, methods: Any, seeds: Any, *, out: Any, reference: Any, tell: Tell | None = None, **given: Any
+    recipe_or_config: Any,
+    methods: Any,
+    seeds: Any,
+    *,
+    out: Any,
+    reference: Any,
+    metric: Any = None,
+    tell: Tell | None = None,
+    **given: Any,
 ) -> Planned:
     """Check everything that `compare` is asked for. tell: told what is checked when that takes long.
 
@@ -120,7 +144,7 @@ def plan(
     """
     sections = entries.sections(methods)
     title = f"Comparison of {len(sections)} methods" if len(sections) > 1 else next(iter(sections))
-    named = {"title": title, "name": "compare"}
+    named = {"title": title, "name": "compare", "metric": metric}
     return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, tell=tell, **named)
 
 
@@ -132,6 +156,7 @@ def plan_ablation(
     switches: Any,
     out: Any,
     reference: Any,
+    metric: Any = None,
     tell: Tell | None = None,
     **given: Any,
 ) -> Planned:
@@ -144,6 +169,7 @@ def plan_ablation(
         "title": f"Ablation of {word}",
         "name": f"ablate-{re.sub(r'[^A-Za-z0-9_.+=@-]+', '-', word).strip('-')[:LONGEST]}",
         "part": "switch",
+        "metric": metric,
     }
     return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, tell=tell, **named)
 
@@ -156,12 +182,13 @@ def _plan(
     *,
     out: Any,
     reference: Any,
+    metric: Any,
     tell: Tell | None,
     title: str,
     name: str,
     part: str = "",
 ) -> Planned:
-    numbers, reference = entries.seeds(seeds), entries.reference(reference, sections)
+    numbers, reference, metric = entries.seeds(seeds), entries.reference(reference, sections), entries.metric(metric)
     common, layer = _common(given)
 
     def resolved(label: str, seed: int) -> tuple[str, Any, Any, Any]:
@@ -181,9 +208,10 @@ def _plan(
         settings=settings(source, given),
         folder=folder,
         reference=reference,
+        metric=metric,
         seeds=numbers,
         methods={label: tree[1].method for label, tree in trees.items()},
-        keys=_keys(make, tuple(sections), numbers, tell),
+        checked=_checked(make, tuple(sections), numbers, metric, tell),
         make=make,
         given={"data": own_data, "model": own_model, "workers": None if workers == "auto" else workers},
     )
@@ -270,28 +298,43 @@ def _common(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(common), {key: value for key, value in given.items() if key not in ours}
 
 
-def _keys(make: Make, labels: Sequence[str], seeds: Sequence[int], tell: Tell | None) -> dict[str, dict[int, str]]:
-    """Label -> seed -> the key of a run that can be assembled."""
-    keys: dict[str, dict[int, str]] = {label: {} for label in labels}
+def _checked(
+    make: Make, labels: Sequence[str], seeds: Sequence[int], metric: str, tell: Tell | None
+) -> dict[str, dict[int, Checked]]:
+    """Label -> seed -> what is known of a run that can be assembled."""
+    found: dict[str, dict[int, Checked]] = {label: {} for label in labels}
     told = time.monotonic()
     for label in labels:
         for seed in seeds:
             if tell is not None and time.monotonic() - told >= PATIENCE:
-                number = sum(map(len, keys.values())) + 1
+                number = sum(map(len, found.values())) + 1
                 tell(f"checking run {number} of {len(labels) * len(seeds)}: {label}, seed {seed}")
                 told = time.monotonic()
-            keys[label][seed] = _key(make, label, seed)
-    return keys
+            found[label][seed] = _check(make, label, seed)
+            _check_metric(metric, found[label][seed])
+    return found
 
 
-def _key(make: Make, label: str, seed: int) -> str:
+def _check(make: Make, label: str, seed: int) -> Checked:
     try:
         built = make(label, seed)[0]
         if files := edited(built.config):
             raise ConfigError(
                 f"'{files[0]}' was edited after Python had imported it; start Python anew, or importlib.reload it"
             )
-        return run_key({"config_hash": built.hash, **sources(built.config)})
+        key = run_key({"config_hash": built.hash, **sources(built.config)})
     except FedloomError as error:
         error.args = (f"{label}, seed {seed}: {error}",)
         raise
+    stream = built.experiment.plan
+    return Checked(key, built.experiment.method.personal, tuple(stream.domains), stream.num_stages)
+
+
+def _check_metric(metric: str, run: Checked) -> None:
+    """Raise `ConfigError` for a metric that no run on this stream will have."""
+    if metric.startswith(DOMAIN) and run.domains and (name := metric[len(DOMAIN) : -1]) not in run.domains:
+        raise ConfigError(f"metric: {unknown('domain', shorten(name), run.domains)}")
+    if not run.domains and (metric in OF_DOMAINS or metric.startswith(DOMAIN)):
+        raise ConfigError(f"metric is '{metric}', but the data have no domains; take per_client_accuracy_mean, say")
+    if run.stages < 2 and metric in OF_STAGES:
+        raise ConfigError(f"metric is '{metric}', but the stream has a single stage; take final_accuracy, say")

@@ -1,11 +1,12 @@
 """Image folders -> stored inputs, labels and domains.
 
 PATH/class/image, or with domains PATH/domain/class/image; either also below train/ and test/. A class folder may hold
-folders of its own.
+folders of its own, but what looks like domains is taken for classes only where `data.domain` says so.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from fedloom.core import DataError
 from fedloom.data.images import channels_of, decode
 from fedloom.data.labels import index_domains, index_labels
-from fedloom.data.reading import FOLDERS, TEST_NAMES, Reading
+from fedloom.data.reading import FOLDERS, NO_DOMAINS, TEST_NAMES, Reading
 from fedloom.data.source import Source, assemble
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -48,7 +49,11 @@ def list_folder(name: str, path: Path, reading: Reading) -> list[Split]:
     below = {d.name: d for d in path.iterdir() if d.is_dir() and d.name in ("train", *TEST_NAMES)}
     train, test = reading.splits(below, f"folder '{path}'") if "train" in below else (None, None)
     roots = [below[s] for s in (train, test) if s] or [path]
-    return [_split(name, root, reading.domain == FOLDERS) for root in roots]
+    found = [_split(name, root, reading.domain == FOLDERS) for root in roots]
+    if reading.domain is None:
+        for split in found:
+            _check_classes(name, split)
+    return found
 
 
 def _split(name: str, root: Path, domains: bool) -> Split:
@@ -78,6 +83,29 @@ def _check_levels(root: Path, files: Sequence[Path]) -> None:
             f"folder '{root}' has its splits below the domains; move them above (train/domain/class), or name the "
             f"domains one by one: data.name=domains:folder:{root / levels[0][0]},folder:..."
         )
+
+
+def _check_classes(name: str, split: Split) -> None:
+    """Refuse folders that look like domains where nobody said what they are.
+
+    They hold no image themselves, and at least two names of folders are in more than one of them: a single one, such as
+    `images`, tells no classes apart. Folders of splits do not count.
+    """
+    levels = [p.relative_to(split.root).parts[:-1] for p in split.files]
+    below = [tuple(part for part in above[1:] if part not in ("train", *TEST_NAMES)) for above in levels]
+    if not all(below):
+        return
+    pairs = {(above[0], names[0]) for above, names in zip(levels, below, strict=True)}
+    times = Counter(names for _, names in pairs)
+    common = sorted(names for names, count in times.items() if count > 1)
+    if len(common) < 2:
+        return
+    first, second = sorted(above for above, below_it in pairs if below_it == common[0])[:2]
+    raise DataError(
+        f"data.name '{name}': folders '{first}' and '{second}' look like domains, since both hold folders "
+        f"'{common[0]}' and '{common[1]}'; set data.domain to '{FOLDERS}' to read domain/class/image, or to "
+        f"'{NO_DOMAINS}' if they are the classes"
+    )
 
 
 def source_from_folder(name: str, splits: Sequence[Split], reading: Reading, **extra: Any) -> Source:

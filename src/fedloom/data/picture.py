@@ -55,7 +55,9 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     _draw_sizes(axes[-1], plan, clients, colours)
     if not _numbered(order, clients):
         _draw_scale(figure, axes, int(classes.max()))
-    figure.suptitle(_title(plan, len(clients)), x=0.01, ha="left", fontsize=11, color=INK, linespacing=1.5)
+    figure.suptitle(
+        _title(plan, len(clients)), x=0.01, ha="left", fontsize=11, color=INK, linespacing=1.5, parse_math=False
+    )
     figure.savefig(path, dpi=130)
     return path
 
@@ -182,7 +184,7 @@ def _draw_held(axis: Any, clients: Sequence[int], counts: np.ndarray, hues: np.n
 def _name_columns(axis: Any, names: Sequence[str]) -> None:
     rotation = 0 if max(map(len, names)) <= 2 else 60
     place = {"ha": "right", "rotation_mode": "anchor"} if rotation else {}
-    axis.set_xticks(range(len(names)), names, rotation=rotation, fontsize=8, **place)
+    axis.set_xticks(range(len(names)), names, rotation=rotation, fontsize=8, parse_math=False, **place)
 
 
 def _name_tasks(axis: Any, middles: np.ndarray, word: str, colours: np.ndarray) -> None:

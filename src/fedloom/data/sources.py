@@ -54,7 +54,8 @@ def load_source(
     cache: folder of decoded tensors, `FEDLOOM_CACHE` or `~/.cache/fedloom` by default.
     image, label, config, train_split, test_split: columns, configuration and splits; detected when None.
     domain: the column of domain labels, "folders" for folder:PATH whose first level is the domain and whose second
-    the class, "none" to ignore domains; None is what the catalogue says. image_size: resize images.
+    the class, "none" to ignore domains; None is what the catalogue says, and for folder:PATH that the first level is
+    the class, which is refused where it looks like domains. image_size: resize images.
     test_fraction, split_seed: the test part of data without a test split.
     Raises `DataError` that names what is missing or broken and how to mend it.
     """

@@ -165,7 +165,8 @@ class Loop:
             row = self._trip(stage, k, trips[k])
             last, every = k + 1 == len(trips), self.options.evaluate_every
             if not last and isinstance(every, int) and trips[k].round is not None and (trips[k].round + 1) % every == 0:
-                row |= {"accuracy": self._evaluate(stage, final=False)["accuracy"]}
+                found = self._evaluate(stage, final=False)
+                row |= {key: found[key] for key in ("accuracy", "accuracy/domains") if key in found}
             self._record(row, "round_done")
             if not last:
                 self._commit(stage, k + 1)

@@ -42,6 +42,8 @@ COSTS = (
 TROUBLES = ("failed_clients", "rejected_updates", "degraded_rounds")
 MEASURES = (*RESULTS, *COSTS, *TROUBLES)
 DOMAIN = "domain_accuracy["  # what the key of a domain's accuracy begins with: domain_accuracy[NAME]
+OF_STAGES = ("current_task_accuracy", "forgetting", "backward_transfer")  # what one stage alone does not have
+OF_DOMAINS = tuple(key for key in RESULTS if "domain" in key)
 OF_FEDERATIONS = (
     "bytes_up",
     "bytes_down",

@@ -76,11 +76,9 @@ def backbone(name: str, *, input_shape: Sequence[int], weights: str | None = Non
     key = ALIASES.get(name, name)
     if key not in ENTRIES:
         raise ConfigError(unknown("model", str(name)[:60], names()))
-    entry = ENTRIES[key]
+    entry, known = ENTRIES[key], defaults(key)
     if entry.images:
         _need_images(name, input_shape)
-    fixed = {"input_shape", *getattr(entry.build, "keywords", {})}
-    known = [p for p in inspect.signature(entry.build).parameters if p not in fixed]
     for option, value in options.items():
         if option not in known:
             raise ConfigError(unknown(f"option of model {name}", option, known))
@@ -89,6 +87,15 @@ def backbone(name: str, *, input_shape: Sequence[int], weights: str | None = Non
     if weights is not None:
         load_weights(module, weights)
     return module
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """Options of a backbone and their default values; empty for those of other libraries and of the user."""
+    entry = ENTRIES.get(ALIASES.get(name, name))
+    if entry is None:
+        return {}
+    fixed = {"input_shape", *getattr(entry.build, "keywords", {})}
+    return {p.name: p.default for p in inspect.signature(entry.build).parameters.values() if p.name not in fixed}
 
 
 def _check_option(name: str, option: str, value: Any) -> None:

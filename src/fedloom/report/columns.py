@@ -10,6 +10,8 @@ from fedloom.report.units import count, duration, percent
 
 FEW = 3  # seeds below which a comparison says little
 DOMAIN = "domain_accuracy["  # what the key of a domain's accuracy begins with: domain_accuracy[NAME]
+METRIC = "final_accuracy"  # whose test is shown where no other is asked for
+OVER_DOMAINS = ("domain_mean", "domain_std", "domain_worst")
 
 Content = Mapping[str, Any]
 
@@ -77,46 +79,74 @@ def p_value(entry: Content, key: str) -> float | None:
     return p
 
 
-def p_value_text(entry: Content) -> str | None:
-    """p of final accuracy as the table shows it."""
-    p = p_value(entry, "final_accuracy")
+def p_value_text(entry: Content, key: str) -> str | None:
+    """The same as the table shows it."""
+    p = p_value(entry, key)
     return None if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _domains(content: Content) -> list[Column]:
-    """A column per domain that some method has an accuracy on, of the global view."""
+def tested(content: Content) -> str:
+    """Key of the measure whose test the table shows."""
+    key: str = content.get("metric", METRIC)
+    return key
+
+
+def words(key: str) -> str:
+    """A measure in words: domain_worst -> "domain worst", domain_accuracy[art] -> "domain art"."""
+    return f"domain {_domain(key)}" if key.startswith(DOMAIN) else key.replace("_", " ")
+
+
+def _domain(key: str) -> str:
+    return " ".join(key[len(DOMAIN) : -1].split())
+
+
+def own_views_differ(entry: Content) -> bool:
+    """Whether the clients' own views of a method have other means over domains than its global view."""
+    means = {key: found["mean"] for key, found in entry["metrics"].items()}
+    return differ({key: means.get(f"personal_{key}") for key in OVER_DOMAINS}, means)
+
+
+def _domains(content: Content) -> list[tuple[str, str]]:
+    """Head and key per domain that some method has an accuracy on, of the global view."""
     keys = {key: None for entry in content["methods"].values() for key in entry["metrics"] if key.startswith(DOMAIN)}
-    return [Column(f"Domain {' '.join(key[len(DOMAIN) : -1].split())}, %", _spread(key)) for key in keys]
+    return [(f"Domain {_domain(key)}, %", key) for key in keys]
 
 
-def _own_views(content: Content) -> tuple[Column, ...]:
-    """Columns of the clients' own views on domains, where those of some method differ from its global view."""
-    keys = ("domain_mean", "domain_std", "domain_worst")
-    means = [{key: found["mean"] for key, found in entry["metrics"].items()} for entry in content["methods"].values()]
-    if not any(differ({key: mean.get(f"personal_{key}") for key in keys}, mean) for mean in means):
-        return ()
-    return (
-        Column("Domains, own views, mean, %", _spread("personal_domain_mean")),
-        Column("Domains, own views, deviation (ddof 0), pp", _spread("personal_domain_std")),
-        Column("Domains, own views, worst, %", _spread("personal_domain_worst")),
+def _results(content: Content) -> list[Column]:
+    """Those of own views on domains only where they differ from the global view of some method."""
+    known = (
+        ("Final accuracy, %", "final_accuracy"),
+        ("Average incremental accuracy, %", "average_incremental_accuracy"),
+        ("Current task, mean over stages, %", "current_task_accuracy"),
+        ("Forgetting, pp", "forgetting"),
+        ("Final accuracy, task known, %", "accuracy_within_task"),
+        *_domains(content),
+        ("Domains, mean, %", "domain_mean"),
+        ("Domains, deviation (ddof 0), pp", "domain_std"),
+        ("Domains, worst, %", "domain_worst"),
     )
+    own = (
+        ("Domains, own views, mean, %", "personal_domain_mean"),
+        ("Domains, own views, deviation (ddof 0), pp", "personal_domain_std"),
+        ("Domains, own views, worst, %", "personal_domain_worst"),
+    )
+    rest = (
+        ("Backward transfer, pp", "backward_transfer"),
+        ("Clients, mean, %", "per_client_accuracy_mean"),
+        ("Clients, worst tenth, %", "per_client_accuracy_worst10"),
+    )
+    shown = [*known, *own] if any(map(own_views_differ, content["methods"].values())) else list(known)
+    shown += [(head, key) for head, key in (*own, *rest) if key == tested(content) and (head, key) not in shown]
+    return [Column(head, _spread(key)) for head, key in shown]
 
 
 def columns(content: Content) -> list[Column]:
-    """Results, then costs, without columns that are empty for every method."""
+    """Results, the test of one of them, then costs, without columns that are empty for every method."""
+    key = tested(content)
     known = (
         Column("Seeds", _seeds),
-        Column("Final accuracy, %", _spread("final_accuracy")),
-        Column("Average incremental accuracy, %", _spread("average_incremental_accuracy")),
-        Column("Current task, mean over stages, %", _spread("current_task_accuracy")),
-        Column("Forgetting, pp", _spread("forgetting")),
-        Column("Final accuracy, task known, %", _spread("accuracy_within_task")),
-        *_domains(content),
-        Column("Domains, mean, %", _spread("domain_mean")),
-        Column("Domains, deviation (ddof 0), pp", _spread("domain_std")),
-        Column("Domains, worst, %", _spread("domain_worst")),
-        *_own_views(content),
-        Column(f"p of final accuracy against {content['reference']}", p_value_text),
+        *_results(content),
+        Column(f"p of {words(key)} against {content['reference']}", lambda entry: p_value_text(entry, key)),
         Column("MB sent by clients", _mean("bytes_up", megabytes)),
         Column("MB sent to clients", _mean("bytes_down", megabytes)),
         Column("Sample visits", _mean("sample_visits", _whole)),

@@ -6,12 +6,14 @@ title, recipe, dataset, scenario
     what was compared, in words; dataset and scenario as in the runs' summaries
 settings
     dotted key -> value of what was set over the recipe, without what cannot change a result
-reference, seeds, complete
-    label that the others are tested against; seeds asked for; whether every run is there
+reference, metric, seeds, complete
+    label that the others are tested against; key of the result whose test the table shows (final_accuracy where it is
+    left out); seeds asked for; whether every run is there
 methods
     label -> `method` (the resolved section), `runs` {seed: key, the name of the folder in runs/}, `missing` {seed: why
     the run is not there, null for not yet}, `begun` [seeds whose run was begun and has not ended], `pooled` (whether
-    the method pools the data of all clients), `metrics` {key: {mean, std, low, high, n, values {seed: value}}}, `tests`
+    the method pools the data of all clients), `personal` (whether its clients may predict otherwise than the global
+    view does), `metrics` {key: {mean, std, low, high, n, values {seed: value}}}, `tests`
     {key: {difference, p_t, p_wilcoxon, n}}; see `fedloom.evaluate.comparison`; a domain's accuracy has the key
     domain_accuracy[NAME]
 budget
@@ -30,13 +32,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.core.errors import ConfigError
-from fedloom.report.columns import FEW, columns, p_value, p_value_text
+from fedloom.report.columns import FEW, columns, own_views_differ, p_value, p_value_text, tested, words
 from fedloom.report.units import NONE
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 JSON, MARKDOWN, CSV, RUNS = "compare.json", "compare.md", "compare.csv", "runs"
+OWN, OWN_ON_DOMAINS = "per_client_accuracy_mean", "personal_domain_mean"  # what tells of clients' own views
 HEAD_WIDTH = 11  # characters to which a plain table's headers are wrapped, where its cells are not wider
 COMMON = ("label_scope", "uniform", "buffers", "visits")  # options that mean the same in every method that has them
 
@@ -52,23 +55,30 @@ def grid(content: Content) -> list[list[str]]:
 
 def notes(content: Content) -> list[str]:
     """What has to be known to read the table, one sentence or two per line."""
-    many, reference = len(content["seeds"]), content["reference"]
+    many = len(content["seeds"])
     set_ = ", ".join(f"{key}={_text(value)}" for key, value in content.get("settings", {}).items())
     lines = [f"Set: {set_}."] if set_ else []
     lines.append("Accuracies in per cent, forgetting in percentage points.")
     if many > 1:
         lines[-1] += " Mean ± half of the 95 % Student-t interval over seeds; costs are means."
-    if any(p_value_text(entry) for entry in content["methods"].values()):
-        lines.append(
-            f"p: two-sided paired t-test of final accuracy against {reference} over the seeds of both, not corrected "
-            "for the number of tests."
-        )
+    lines += _test(content)
     if many == 1:
         lines.append(f"One seed: no interval and no test. Run at least {FEW}.")
     elif many < FEW:
         lines.append(f"{many} seeds: intervals say little, and a test nothing. Run at least {FEW}.")
-    parts = (_budget, _differing, _pooled, _shared, _troubles, _missing)
+    parts = (_budget, _differing, _pooled, _personal, _shared, _troubles, _missing)
     return [*lines, *(line for part in parts for line in part(content))]
+
+
+def _test(content: Content) -> list[str]:
+    key, reference = tested(content), content["reference"]
+    if any(p_value_text(entry, key) for entry in content["methods"].values()):
+        return [
+            f"p: two-sided paired t-test of {words(key)} against {reference} over the seeds of both, not corrected for "
+            "the number of tests."
+        ]
+    base = content["methods"].get(reference, {"metrics": {}})["metrics"]
+    return [f"{reference} has no {words(key)}, so nothing is tested against it."] if base and key not in base else []
 
 
 def _budget(content: Content) -> list[str]:
@@ -105,6 +115,21 @@ def _pooled(content: Content) -> list[str]:
         f"{label} pools the data of all clients: a reference, not a federation; it has no traffic."
         for label, entry in content["methods"].items()
         if entry.get("pooled")
+    ]
+
+
+def _personal(content: Content) -> list[str]:
+    """Methods whose own views differ from the global one: as measured on domains, else as the method says."""
+    found: dict[str, list[str]] = {}
+    for label, entry in content["methods"].items():
+        on_domains = OWN_ON_DOMAINS in entry["metrics"]
+        if own_views_differ(entry) if on_domains else entry.get("personal") and OWN in entry["metrics"]:
+            found.setdefault(OWN_ON_DOMAINS if on_domains else OWN, []).append(label)
+    told = "clients predict with views of their own, and the global view may mean little"
+    by_own = tested(content).startswith(("personal_", "per_client_"))
+    return [
+        f"{', '.join(labels)}: {told}" + ("." if by_own else f"; --metric {key} tests by own views.")
+        for key, labels in found.items()
     ]
 
 

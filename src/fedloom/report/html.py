@@ -17,6 +17,7 @@ from fedloom.core.errors import ConfigError
 from fedloom.report import comparison, costs, plots
 from fedloom.report.cells import domain_accuracies, domain_cells, fact_cells
 from fedloom.report.record import Row, RunRecord, number, read_run
+from fedloom.report.svg import legend_mark, svg
 from fedloom.report.tables import COSTS, OWN_VIEWS, RESULTS, TROUBLE, comparison_rows, warning
 from fedloom.report.units import NONE, byte_size, count, decimal, duration, percent, points, signed_points
 
@@ -205,7 +206,7 @@ def _pictures(record: RunRecord, key: str) -> list[Any]:
 def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> Any:
     made = plots.figure(width, height)
     draw(made.subplots())
-    return _markup(plots.svg(made, name))
+    return _markup(svg(made, name))
 
 
 def _markup(svg: str) -> Any:
@@ -281,12 +282,13 @@ def _round_row(row: Row) -> list[str]:
 
 
 def _domain_curves(record: RunRecord, key: str) -> dict[str, Any] | None:
-    """The picture and its legend, where there are domains and stages to draw a line through."""
-    if len(record.stages) < 2 or not record.domain_curves:
+    """The picture and its legend, where there are domains and stages or rounds to draw a line through."""
+    curves = record.domain_curves if len(record.stages) > 1 else record.domain_curves_by_round[1]
+    if not curves:
         return None
     return {
         "picture": _svg(f"{key}-domains", 5.4, 3.8, lambda ax: plots.domain_curves(ax, record)),
-        "legend": _legend(list(record.domain_curves)),
+        "legend": _legend(list(curves)),
     }
 
 
@@ -334,11 +336,11 @@ def _costs(points: Sequence[costs.Point], name: str) -> Any:
     made = plots.figure(3.8 * len(drawn), 3.4)
     for ax, cost in zip(made.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         costs.scatter(ax, points, cost)
-    return _markup(plots.svg(made, name))
+    return _markup(svg(made, name))
 
 
 def _legend(names: Sequence[str]) -> list[tuple[str, Any]]:
-    return [(name, _markup(plots.legend_mark(i))) for i, name in enumerate(names)]
+    return [(name, _markup(legend_mark(i))) for i, name in enumerate(names)]
 
 
 def _comparison_view(records: Sequence[RunRecord], names: Sequence[str], *, costly: bool) -> dict[str, Any]:

@@ -1,21 +1,20 @@
 """Pictures of a run: accuracy over stages, the accuracy matrix as a heat map, the loss over rounds.
 
-Stages and tasks are counted from 0, as in every file of a run folder. Figures hold no text of the user's.
-Colours are those of Okabe and Ito, told apart by markers and strokes as well. `svg` turns a figure into markup
-whose inks and series are CSS variables, so that a page can restyle it.
+Stages and tasks are counted from 0, as in every file of a run folder. Figures hold no text of the user's but, where
+they are `named`, the names of domains; a page takes none that is.
+Colours are those of Okabe and Ito, told apart by markers and strokes as well.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.report.record import Matrix, RunRecord, number
+from fedloom.report.record import Matrix, Row, RunRecord, number
+from fedloom.report.tables import differ
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,11 +25,10 @@ Series = Sequence[float | None]
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STROKES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
+MOST_NAMED = 12  # domains that a picture names
+LONGEST = 24  # characters of a name
 INK, MUTED, LINE, PAPER = "#1c2430", "#5b6675", "#dfe4ea", "#fffffe"
 HEAT = ("#eef4fb", "#b9d4ee", "#6ea8dc", "#2c72b3", "#10396b")
-VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--card"} | {
-    c: f"--series-{i}" for i, c in enumerate(SERIES)
-}
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -85,7 +83,7 @@ def styled() -> AbstractContextManager[None]:
     return matplotlib.rc_context(STYLE)
 
 
-def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
+def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True, named: bool = False) -> None:
     """Accuracy over stages: all seen classes, the current and the first task, the spread over clients."""
     rows = record.stages
     x = [row["stage"] for row in rows]
@@ -97,11 +95,12 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
         )
     chance = [1 / n if n else None for n in (number(row, "seen_classes") for row in rows)]
     first = [row[0] if row else None for row in record.matrix]
+    whose = f": {_plain_label(record.task_names[0])}" if named and record.task_names else ""
     lines: tuple[tuple[str, Series, str, str, Any], ...] = (
         ("all seen classes", [number(row, "accuracy") for row in rows], SERIES[0], "o", "-"),
         ("current task", [number(row, "accuracy/current") for row in rows], SERIES[2], "^", "--"),
         ("clients, mean", mean, SERIES[5], "D", (0, (4, 1))),
-        ("first task", first[: len(x)] + [None] * (len(x) - len(first)), SERIES[1], "s", "-."),
+        (f"first task{whose}", first[: len(x)] + [None] * (len(x) - len(first)), SERIES[1], "s", "-."),
         ("chance", chance, MUTED, "", ":"),
     )
     for zorder, (label, values, color, marker, stroke) in enumerate(reversed(lines), start=2):
@@ -122,39 +121,47 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True) -> None:
     _percent_axis(ax)
     ax.set_title("Accuracy over stages")
     if legend and ax.get_legend_handles_labels()[0]:
-        _legend_below(ax)
+        handles, labels = ax.get_legend_handles_labels()
+        _legend_below(ax, handles[::-1], labels[::-1])
 
 
-def domain_curves(ax: Axes, record: RunRecord) -> None:
-    """Accuracy of the global view on every domain over stages: their mean, thick, and one deviation (ddof 0) around it.
+def domain_curves(ax: Axes, record: RunRecord, *, named: bool = False) -> None:
+    """Accuracy of the global view on every domain: their mean, thick, and one deviation (ddof 0) around it.
 
-    A domain has a value from the stage on in which it has arrived. Lines look as `look` says, in the order of
-    `record.domain_curves`.
+    Over stages; of a single stage over the rounds that evaluated it. A domain has a value from the stage on in which it
+    has arrived. Lines look as `look` says, in the order of `record.domain_curves`. named: with a legend.
     """
     import numpy as np
 
-    curves = np.array([[math.nan if v is None else 100 * v for v in c] for c in record.domain_curves.values()])
-    x = [row["stage"] for row in record.stages]
+    staged = len(record.stages) > 1
+    x, found = ([r["stage"] for r in record.stages], record.domain_curves) if staged else record.domain_curves_by_round
+    curves = np.array([_percent(curve) for curve in found.values()])
+    handles = []
     for i, curve in enumerate(curves):
         color, marker, stroke = look(i)
-        ax.plot(x, curve, linestyle=stroke, color=color, marker=marker, lw=1.4, zorder=3, clip_on=False)
+        marker = marker if len(x) <= 30 else ""
+        handles += ax.plot(x, curve, linestyle=stroke, color=color, marker=marker, lw=1.4, zorder=3, clip_on=False)
     known = [column[~np.isnan(column)] for column in curves.T]
     mean, std = np.array([(c.mean(), c.std()) if len(c) else (math.nan, math.nan) for c in known]).T
     ax.fill_between(x, mean - std, mean + std, color=MUTED, alpha=0.16, linewidth=0, zorder=1)
-    ax.plot(x, mean, color=INK, lw=2.8, zorder=4, clip_on=False)
-    _stage_axis(ax, x)
+    thick = ax.plot(x, mean, color=INK, lw=2.8, zorder=4, clip_on=False)
+    _stage_axis(ax, x) if staged else _round_axis(ax, record)
     _percent_axis(ax)
-    ax.set_title("Accuracy per domain over stages")
+    ax.set_title(f"Accuracy per domain over {'stages' if staged else 'rounds'}")
+    if named:
+        names = [_plain_label(name) for name in found] if len(found) <= MOST_NAMED else []
+        _legend_below(ax, [*thick, *handles[: len(names)]], [f"mean of {len(found)} domains", *names])
 
 
-def accuracy_bars(ax: Axes, record: RunRecord) -> None:
-    """The accuracies of a run with a single stage, as horizontal bars."""
+def accuracy_bars(ax: Axes, record: RunRecord, *, named: bool = False) -> None:
+    """The accuracies of a run with a single stage, as horizontal bars. named: with those per domain."""
     row = record.stages[-1] if record.stages else {}
     classes = number(row, "seen_classes")
     bars = [
         ("all classes", number(row, "accuracy"), SERIES[0]),
         ("clients, mean", number(row, "accuracy/client_mean"), SERIES[5]),
         ("clients, worst tenth", number(row, "accuracy/client_worst10"), SERIES[1]),
+        *(_domain_bars(row) if named else ()),
         ("chance", 1 / classes if classes else None, MUTED),
     ]
     known = [(label, 100 * value, color) for label, value, color in reversed(bars) if value is not None]
@@ -169,8 +176,26 @@ def accuracy_bars(ax: Axes, record: RunRecord) -> None:
     ax.set_title("Accuracy")
 
 
-def accuracy_heatmap(ax: Axes, matrix: Matrix) -> None:
-    """R[t][j] in per cent: one row per stage from the top, one column per task; blank where there is no value."""
+def _domain_bars(row: Row) -> list[tuple[str, float | None, str]]:
+    """Mean over domains and each of them, of the global view and of own views where those differ from it."""
+    found = [row.get(key) for key in ("accuracy/domains", "accuracy/domains_personal")]
+    common, own = ({k: number(v, k) for k in v} if isinstance(v, Mapping) else {} for v in found)
+    views = [("", common, SERIES[2])]
+    views += [(", own views", own, SERIES[3])] if differ(own, common) else []
+    bars: list[tuple[str, float | None, str]] = []
+    for whose, values, color in views:
+        known = {name: value for name, value in values.items() if value is not None}
+        bars += [(f"domains{whose}, mean", math.fsum(known.values()) / len(known), color)] if known else []
+        if len(known) <= MOST_NAMED:
+            bars += [(f"{_plain_label(name)}{whose}", value, color) for name, value in known.items()]
+    return bars
+
+
+def accuracy_heatmap(ax: Axes, matrix: Matrix, names: Sequence[str] = ()) -> None:
+    """R[t][j] in per cent: one row per stage from the top, one column per task; blank where there is no value.
+
+    names: of the tasks, where they have any.
+    """
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -191,8 +216,11 @@ def accuracy_heatmap(ax: Axes, matrix: Matrix) -> None:
     ax.set_xticks(*_ticks(tasks))
     ax.set_yticks(*_ticks(stages))
     ax.tick_params(length=0, labelsize=min(9.0, 120.0 / max(stages, tasks)))
+    if len(names) == tasks:
+        labels = [f"{k} {_plain_label(name)}" for k, name in enumerate(names)]
+        ax.set_xticks(range(tasks), labels, rotation=40, ha="right", rotation_mode="anchor")
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("task")
+    ax.set_xlabel("task" if len(names) != tasks else "task (domain)")
     ax.set_ylabel("after stage")
     ax.set_title("Accuracy per task, %")
 
@@ -216,7 +244,9 @@ def loss_curve(ax: Axes, record: RunRecord) -> None:
         own = [row for row in rows if row.get("exchange") == name]
         x = [order[row["stage"], row.get("round")] for row in own]
         marker = MARKERS[i] if len(x) <= 12 else ""
-        handles += ax.plot(x, [row["train/loss"] for row in own], STROKES[i], color=SERIES[i], marker=marker, lw=1.6)
+        handles += ax.plot(
+            x, [row["train/loss"] for row in own], STROKES[i], color=SERIES[i], marker=marker, lw=1.6, clip_on=False
+        )
     if len(names) > 1:
         ax.legend(handles, [_plain_label(name) for name in names])
     _round_axis(ax, record)
@@ -235,23 +265,6 @@ def look(i: int) -> tuple[str, str, Any]:
     return SERIES[k], MARKERS[k], STROKES[(k + i // len(SERIES)) % len(STROKES)]
 
 
-def legend_mark(i: int) -> str:
-    """SVG markup of a short line that looks like the i-th run's."""
-    color, marker, stroke = look(i)
-    dashes = {"-": "", "--": "7 3", "-.": "7 3 2 3", ":": "2 3"}.get(stroke) if isinstance(stroke, str) else None
-    dashes = " ".join(str(2 * v) for v in stroke[1]) if dashes is None else dashes
-    points = {
-        "s": "14,2 22,2 22,10 14,10", "^": "18,1 23,11 13,11", "D": "18,0 24,6 18,12 12,6", "v": "18,11 23,1 13,1",
-        "P": "16,1 20,1 20,4 23,4 23,8 20,8 20,11 16,11 16,8 13,8 13,4 16,4",
-    }  # fmt: skip
-    shape = f'<polygon points="{points[marker]}"/>' if marker in points else '<circle cx="18" cy="6" r="4.5"/>'
-    ink = f"var({VARIABLES[color]})"
-    line = (
-        f'<line x1="0" y1="6" x2="36" y2="6" stroke="{ink}" stroke-width="2.4" stroke-dasharray="{dashes or "none"}"/>'
-    )
-    return f'<svg class="mark" viewBox="0 0 36 12" aria-hidden="true" fill="{ink}">{line}{shape}</svg>'
-
-
 def overlaid_curves(ax: Axes, records: Sequence[RunRecord]) -> None:
     """Accuracy over all seen classes of several runs, in the order given; colours repeat after six."""
     stages: set[int] = set()
@@ -266,56 +279,53 @@ def overlaid_curves(ax: Axes, records: Sequence[RunRecord]) -> None:
     ax.set_title("Accuracy over all seen classes")
 
 
-def overview(ax: Axes, record: RunRecord) -> None:
-    """The picture that says most: over stages, or for a single stage over its rounds, or its end as bars."""
+def overview(ax: Axes, record: RunRecord, *, named: bool = False) -> None:
+    """The picture that says most: over stages, or for a single stage over its rounds, or its end as bars.
+
+    named: per domain where there are domains.
+    """
     if len(record.stages) > 1:
-        accuracy_curve(ax, record)
+        accuracy_curve(ax, record, named=named)
+    elif named and record.domain_curves_by_round[1]:
+        domain_curves(ax, record, named=True)
     elif record.accuracy_by_round:
         accuracy_over_rounds(ax, record)
     else:
-        accuracy_bars(ax, record)
+        accuracy_bars(ax, record, named=named)
+
+
+def _domain_panel(record: RunRecord) -> Callable[..., None] | None:
+    """What a third panel shows of the domains, where the other two do not show how well each does at the end."""
+    if len(record.stages) > 1:
+        return domain_curves if record.domain_curves and not record.task_names else None
+    return accuracy_bars if record.accuracy_by_round and _domain_bars(record.stages[-1]) else None
 
 
 def save_accuracy(record: RunRecord, path: Path) -> Path:
     """Write accuracy.png: the curve and the heat map; for a run with a single stage the loss stands for the latter.
 
-    Returns the path. A run without any evaluation gives a picture that says so.
+    Domains are named: as tasks where each task is one, else in a third panel or as the bars of a single stage. Returns
+    the path. A run without any evaluation gives a picture that says so.
     """
     with styled():
-        made = figure(10.4, 4.3)
         if not record.stages:
+            made = figure(10.4, 4.3)
             made.text(0.5, 0.5, "No accuracy has been recorded yet.", ha="center", color=MUTED)
         else:
-            left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
             single = len(record.stages) == 1
-            overview(left, record)
-            loss_curve(right, record) if single or not record.matrix else accuracy_heatmap(right, record.matrix)
+            more = _domain_panel(record)
+            height = 1 + 0.3 * len(_domain_bars(record.stages[-1])) if single else 0.0
+            made = figure(15.4 if more else 10.4, max(4.3, height))
+            axes = made.subplots(1, 3 if more else 2, width_ratios=(1.25, 1, 1.2) if more else (1.25, 1))
+            overview(axes[0], record, named=True)
+            if single or not record.matrix:
+                loss_curve(axes[1], record)
+            else:
+                accuracy_heatmap(axes[1], record.matrix, record.task_names)
+            if more:
+                more(axes[2], record, named=True)
         made.savefig(path, dpi=160, facecolor="white", metadata={"Software": None})
     return path
-
-
-def svg(made: Figure, name: str) -> str:
-    """SVG markup for use inside a page: no prologue, ids prefixed by `name`, colours as CSS variables.
-
-    The title of the figure's axes is its label for screen readers.
-    """
-    out = io.StringIO()
-    made.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    text = out.getvalue()
-    label = made.axes[0].get_title(loc="left")
-    text = text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
-    return _with_variables(text, VARIABLES)
-
-
-def _with_variables(text: str, variables: Mapping[str, str]) -> str:
-    for color, variable in variables.items():
-        text = re.sub(color, f"var({variable})", text, flags=re.IGNORECASE)
-    return text
 
 
 def _percent(values: Series) -> list[float]:
@@ -347,19 +357,19 @@ def _round_axis(ax: Axes, record: RunRecord) -> None:
 
 
 def _plain_label(name: object) -> str:
-    """Text that is neither read as mathematics nor left out of a legend, as a leading underscore would be."""
-    return str(name).lstrip("_").replace("$", r"\$")
+    """Short text that is neither read as mathematics nor left out of a legend, as a leading underscore would be."""
+    text = " ".join(str(name).split()).lstrip("_")
+    return (text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…").replace("$", r"\$")
 
 
 def _ticks(number_of: int) -> tuple[range, list[str]]:
     return range(number_of), [str(i) for i in range(number_of)]
 
 
-def _legend_below(ax: Axes) -> None:
-    handles, labels = ax.get_legend_handles_labels()
+def _legend_below(ax: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
     ax.legend(
-        handles[::-1],
-        labels[::-1],
+        handles,
+        labels,
         loc="upper center",
         bbox_to_anchor=(0.5, -0.16),
         ncols=3,

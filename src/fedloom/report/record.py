@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -79,10 +79,14 @@ class RunRecord:
 
         Empty unless something was evaluated inside a stage: then the ends of stages tell everything.
         """
+        return [(place, row["accuracy"]) for place, row in self._evaluations]
+
+    @property
+    def _evaluations(self) -> list[tuple[int, Row]]:
         order = self.round_numbers
-        inside = {order[r["stage"], r.get("round")]: r["accuracy"] for r in self.rounds if _has_accuracy(r)}
+        inside = {order[r["stage"], r.get("round")]: r for r in self.rounds if _has_accuracy(r)}
         last = {stage: i for (stage, _), i in order.items()}
-        ends = {last[r["stage"]]: r["accuracy"] for r in self.stages if r["stage"] in last and _has_accuracy(r)}
+        ends = {last[r["stage"]]: r for r in self.stages if r["stage"] in last and _has_accuracy(r)}
         return sorted((inside | ends).items()) if inside else []
 
     @property
@@ -92,12 +96,26 @@ class RunRecord:
         return [str(name) for name in names] if isinstance(names, list) else []
 
     @property
+    def task_names(self) -> list[str]:
+        """Names of the tasks where each of several is a domain of its own; else empty."""
+        names, tasks = self.domain_names, self.partition.get("task_domains")
+        found = [_only(task) for task in tasks] if isinstance(tasks, list) else []
+        known = [names[k] for k in found if k is not None and 0 <= k < len(names)]
+        return known if len(known) == len(found) == len(set(found)) > 1 else []
+
+    @property
     def domain_curves(self) -> dict[str, list[float | None]]:
         """Domain -> accuracy of the global view after every stage; without domains that never have one."""
-        found = [row.get("accuracy/domains") for row in self.stages]
-        rows = [row if isinstance(row, Mapping) else {} for row in found]
-        names = dict.fromkeys(name for row in rows for name in row if number(row, name) is not None)
-        return {name: [number(row, name) for row in rows] for name in names}
+        return _by_domain(self.stages)
+
+    @property
+    def domain_curves_by_round(self) -> tuple[list[int], dict[str, list[float | None]]]:
+        """Running numbers of the rounds in which domains were evaluated, and the same curves over these.
+
+        Empty for fewer than two such rounds.
+        """
+        found = [(place, row) for place, row in self._evaluations if isinstance(row.get("accuracy/domains"), Mapping)]
+        return ([place for place, _ in found], _by_domain([row for _, row in found])) if len(found) > 1 else ([], {})
 
     @cached_property
     def main_domains(self) -> dict[str, int]:
@@ -130,6 +148,19 @@ def _is_placed(row: Row) -> bool:
     """Whether a row says where in the run it belongs."""
     known = isinstance(row.get("stage"), int) and number(row, "stage") is not None
     return known and isinstance(row.get("round"), int | None) and isinstance(row.get("exchange"), str | None)
+
+
+def _by_domain(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """Domain -> accuracy in every row; without domains that never have one."""
+    found = [row.get("accuracy/domains") for row in rows]
+    known = [row if isinstance(row, Mapping) else {} for row in found]
+    names = dict.fromkeys(name for row in known for name in row if number(row, name) is not None)
+    return {name: [number(row, name) for row in known] for name in names}
+
+
+def _only(ids: Any) -> int | None:
+    """The id in a list of a single one."""
+    return ids[0] if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], int) else None
 
 
 def _has_accuracy(row: Row) -> bool:
