@@ -49,6 +49,15 @@ def test_parameter_counts(name: str, shape: tuple[int, ...], classes: int, count
     assert parameters(module) == count
 
 
+def test_the_width_of_residual_networks() -> None:
+    # 216 + 1,152 + 3,584 + 14,336 + norms 336 + head 330
+    assert parameters(NetworkSpec("resnet8", 10, (3, 32, 32), options={"width": 8}).classifier()) == 19_954
+    narrow = backbone("resnet18", input_shape=(3, 32, 32), width=4)
+    assert narrow.num_features == 32 and narrow(torch.randn(2, 3, 32, 32)).shape == (2, 32)
+    with pytest.raises(ConfigError, match="model.options.width must be at least 1, got 0"):
+        backbone("resnet20", input_shape=(3, 32, 32), width=0)
+
+
 def test_resnet8_with_100_classes_stays_small() -> None:
     assert parameters(NetworkSpec("resnet8_gn", 100, (3, 32, 32)).classifier()) <= 100_000
 

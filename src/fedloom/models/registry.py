@@ -38,15 +38,23 @@ ENTRIES = {
     "small_cnn": Entry(SmallCnn, "two convolutions and a hidden layer, 0.55 M parameters on 3x32x32; option width"),
     "digits_cnn": Entry(DigitsCnn, "two convolutions and a hidden layer for 8x8 grey images; option width"),
     "resnet8": Entry(
-        partial(thin, depth=8, groups=None), "ResNet-8 for small images, batch normalisation; option stem_stride"
+        partial(thin, depth=8, groups=None),
+        "ResNet-8 for small images, batch normalisation; options stem_stride, width",
     ),
-    "resnet8_gn": Entry(partial(thin, depth=8), "ResNet-8 with group normalisation; options groups, stem_stride"),
+    "resnet8_gn": Entry(
+        partial(thin, depth=8), "ResNet-8 with group normalisation; options groups, stem_stride, width"
+    ),
     "resnet20": Entry(
-        partial(thin, depth=20, groups=None), "ResNet-20 for small images, batch normalisation; option stem_stride"
+        partial(thin, depth=20, groups=None),
+        "ResNet-20 for small images, batch normalisation; options stem_stride, width",
     ),
-    "resnet20_gn": Entry(partial(thin, depth=20), "ResNet-20 with group normalisation; options groups, stem_stride"),
-    "resnet18": Entry(partial(resnet18, groups=None), "ResNet-18, 3x3 stem, batch normalisation; option stem_stride"),
-    "resnet18_gn": Entry(resnet18, "ResNet-18, 3x3 stem, group normalisation; options groups, stem_stride"),
+    "resnet20_gn": Entry(
+        partial(thin, depth=20), "ResNet-20 with group normalisation; options groups, stem_stride, width"
+    ),
+    "resnet18": Entry(
+        partial(resnet18, groups=None), "ResNet-18, 3x3 stem, batch normalisation; options stem_stride, width"
+    ),
+    "resnet18_gn": Entry(resnet18, "ResNet-18, 3x3 stem, group normalisation; options groups, stem_stride, width"),
 }
 ALIASES = {"resnet18_cifar": "resnet18"}
 FOREIGN = {"torchvision": torchvision_backbone, "timm": timm_backbone}

@@ -113,11 +113,19 @@ def _norm(groups: int | None, widths: Sequence[int]) -> Norm:
     return partial(nn.GroupNorm, groups)
 
 
-def thin(input_shape: Sequence[int], *, depth: int, groups: int | None = 8, stem_stride: int = 1) -> ResNet:
-    """ResNet-8 or ResNet-20: depth = 6n + 2, widths 16, 32, 64."""
-    return ResNet(input_shape, ((depth - 2) // 6,) * 3, (16, 32, 64), groups, stem_stride)
+def thin(
+    input_shape: Sequence[int], *, depth: int, groups: int | None = 8, stem_stride: int = 1, width: int = 16
+) -> ResNet:
+    """ResNet-8 or ResNet-20: depth = 6n + 2, channels width, 2 width, 4 width."""
+    return ResNet(input_shape, ((depth - 2) // 6,) * 3, _doubled(width, 3), groups, stem_stride)
 
 
-def resnet18(input_shape: Sequence[int], *, groups: int | None = 8, stem_stride: int = 1) -> ResNet:
-    """ResNet-18 with the small-image stem."""
-    return ResNet(input_shape, (2, 2, 2, 2), (64, 128, 256, 512), groups, stem_stride)
+def resnet18(input_shape: Sequence[int], *, groups: int | None = 8, stem_stride: int = 1, width: int = 64) -> ResNet:
+    """ResNet-18 with the small-image stem; channels from width to 8 width."""
+    return ResNet(input_shape, (2, 2, 2, 2), _doubled(width, 4), groups, stem_stride)
+
+
+def _doubled(width: int, times: int) -> tuple[int, ...]:
+    if width < 1:
+        raise ConfigError(f"model.options.width must be at least 1, got {width}")
+    return tuple(width * 2**k for k in range(times))
