@@ -54,7 +54,7 @@ def test_the_width_of_residual_networks() -> None:
     assert parameters(NetworkSpec("resnet8", 10, (3, 32, 32), options={"width": 8}).classifier()) == 19_954
     narrow = backbone("resnet18", input_shape=(3, 32, 32), width=4)
     assert narrow.num_features == 32 and narrow(torch.randn(2, 3, 32, 32)).shape == (2, 32)
-    with pytest.raises(ConfigError, match="model.options.width must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"model.options.width must be at least 1, got 0"):
         backbone("resnet20", input_shape=(3, 32, 32), width=0)
 
 
