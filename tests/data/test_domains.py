@@ -269,8 +269,14 @@ def test_bad_options_are_refused_in_words(kind, options, message):
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        ({"kind": "k_domains", "domains_min": 5}, "partition.domains_min is 5 but there are 4 domains; use at most 4"),
-        ({"kind": "k_domains", "domains_max": 6}, "partition.domains_max is 6 but there are 4 domains; use at most 4"),
+        (
+            {"kind": "k_domains", "domains_min": 5},
+            "partition.domains_min is 5 but the number of domains with training examples is 4; use at most 4",
+        ),
+        (
+            {"kind": "k_domains", "domains_max": 6},
+            "partition.domains_max is 6 but the number of domains with training examples is 4; use at most 4",
+        ),
         ({"kind": "k_domains", "cover": 11}, "10 clients with at most 4 of the 4 domains cannot give each 11 holders"),
         ({"kind": "k_domains", "domains_max": 2, "clients": 1}, "cannot give each 1 holders"),
         ({"kind": "single", "clients": 3}, "some of the 4 domains would be held by no client"),

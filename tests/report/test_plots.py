@@ -238,6 +238,13 @@ def test_accuracy_inside_stages_is_drawn_over_rounds(tmp_path):
     assert plots.save_accuracy(record, tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_rounds_are_whole_numbers_on_their_axis(rounds, tmp_path):
+    metrics = tuple({**ROUND, "round": k, "train/loss": 2.0 - k / 10} for k in range(rounds))
+    ticks = draw(plots.loss_curve, RunRecord(tmp_path, metrics=metrics)).get_xticks()
+    assert len(ticks) and all(tick == round(tick) for tick in ticks)
+
+
 def test_losses_of_several_exchanges_have_a_legend(tmp_path):
     ax = draw(plots.loss_curve, RunRecord(tmp_path, metrics=ROUNDS))
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [r"\$a", "b"]

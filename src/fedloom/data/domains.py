@@ -84,7 +84,10 @@ class KDomains(ByDomain):
         count, most = len(names), len(names) if self.domains_max is None else self.domains_max
         for option, value in (("domains_min", self.domains_min), ("domains_max", most)):
             if value > count:
-                raise ConfigError(f"partition.{option} is {value} but there are {count} domains; use at most {count}")
+                raise ConfigError(
+                    f"partition.{option} is {value} but the number of domains with training examples is {count}; "
+                    f"use at most {count}"
+                )
         cover = self._cover(clients, count, most)
         rng = np.random.default_rng(seed_for(seed, "partition", "domains"))
         drawn = rng.integers(self.domains_min, most + 1, clients)

@@ -143,7 +143,7 @@ def on_domains(
         kind = next(name for name, known in KINDS.items() if isinstance(rule, known))
         raise DataError(
             f"partition.kind '{kind}' deals out domains, but the data have no domain labels; name their column with "
-            "data.domain, or take a kind without domains, such as dirichlet"
+            "data.domain (folders domain/class: data.domain=folders), or take a kind without domains, such as dirichlet"
         )
     held = np.bincount(domains, minlength=len(names)) > 0
     claims = np.zeros((clients, len(names)))

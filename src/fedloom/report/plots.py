@@ -352,7 +352,7 @@ def _round_axis(ax: Axes, record: RunRecord) -> None:
     for start in sorted(starts.values())[1:]:
         ax.axvline(start - 0.5, color=LINE, lw=1.0, zorder=0)
     ax.set_xlim(0.5, max(len(order), 1) + 0.5)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.set_xlabel("rounds done")
 
 
