@@ -3,6 +3,7 @@ import io
 from rich.console import Console
 
 from fedloom.report.tables import markdown_table, run_title, summary_lines, summary_table, summary_text
+from fedloom.report.units import short_count
 
 SUMMARY = {
     "method": "fedfmx",
@@ -27,6 +28,16 @@ def test_lines_leave_out_what_does_not_apply():
         ("Sample visits", "34\u2009512"),
         ("Rejected updates", "3"),
     ]
+
+
+def test_passes_and_the_parameters_in_use_are_told_where_there_are_any():
+    pruned = {**SUMMARY, "parameters": 78042, "active_parameters": 38912, "flops_per_example": 1530000}
+    lines = dict(summary_lines({**pruned, "pass_visits": 1200}))
+    assert (lines["Sample visits"], lines["Visits without training"]) == ("34\u2009512", "1\u2009200")
+    assert lines["Parameters used per example"] == short_count(38912) != lines["Parameters"] == short_count(78042)
+    assert lines["FLOPs per example"] == short_count(1530000)
+    for none in (pruned, {**pruned, "pass_visits": 0}):
+        assert "Visits without training" not in dict(summary_lines(none))
 
 
 def test_title():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -139,24 +139,7 @@ def _print(finished: Any, as_json: bool) -> None:
             Console().print(summary_table(finished.summary))
     else:
         say(summary_text(finished.summary))
-    for line in closing_lines(finished.summary):
-        say(line)
     for what, name in (("picture", PICTURE), ("report", REPORT)):
         if (finished.folder / name).exists():
             say(f"{what}: {finished.folder / name}")
     say(f"folder: {finished.folder}")
-
-
-def closing_lines(summary: Mapping[str, Any]) -> list[str]:
-    """What the table has no room for: how much of a network is used where not all is, and visits without training."""
-    from fedloom.report.units import count, percent
-
-    keys = ("parameters", "active_parameters", "flops_per_example", "sample_visits", "pass_visits")
-    total, active, operations, trained, passed = map(summary.get, keys)
-    lines = []
-    if total and active is not None and active != total:
-        per_example = "" if operations is None else f", {count(operations)} FLOPs per example"
-        lines.append(f"active parameters: {count(active)} of {count(total)} ({percent(active / total)}){per_example}")
-    if passed:
-        lines.append(f"sample visits: {count(trained)} in training, {count(passed)} in passes without training")
-    return lines

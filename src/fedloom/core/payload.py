@@ -165,5 +165,5 @@ def check_finite(up: Payload) -> None:
 
 
 def not_finite(payload: Payload) -> str | None:
-    """ "field/name" of the first tensor that holds NaN or infinity, or None."""
+    """The first tensor that holds NaN or infinity, as "field/name", or None."""
     return next((f"{field}/{name}" for field, name, tensor in items(payload) if not is_finite(tensor)), None)

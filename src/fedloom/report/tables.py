@@ -43,6 +43,7 @@ COSTS: tuple[tuple[str, str, Format], ...] = (
     ("flops_per_example", "FLOPs per example", short_count),
     ("peak_rss_bytes", "Peak memory", byte_size),
 )
+PASSES = ("pass_visits", "Visits without training", count)
 TROUBLE: tuple[tuple[str, str, Format], ...] = (
     ("failed_clients", "Failed clients", count),
     ("rejected_updates", "Rejected updates", count),
@@ -84,10 +85,10 @@ def domain_lines(summary: Summary) -> list[tuple[str, str]]:
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """(label, value) of everything worth a line after a run; what does not apply is left out.
 
-    Troubles are listed only where something went wrong.
+    Passes are listed only where a method makes any, troubles only where something went wrong.
     """
-    trouble = [(label, write(summary[key])) for key, label, write in TROUBLE if summary.get(key)]
-    return lines_of(summary, results(summary)) + domain_lines(summary) + lines_of(summary, COSTS) + trouble
+    counted = [(label, write(summary[key])) for key, label, write in (PASSES, *TROUBLE) if summary.get(key)]
+    return lines_of(summary, results(summary)) + domain_lines(summary) + lines_of(summary, COSTS) + counted
 
 
 def warning(summary: Summary) -> str:
