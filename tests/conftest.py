@@ -6,8 +6,10 @@ import atexit
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 _CACHE = tempfile.mkdtemp(prefix="fedloom-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
@@ -28,3 +30,14 @@ def no_global_draws() -> Iterator[None]:
     assert torch.equal(before[0], torch.get_rng_state()), "the global torch generator was used"
     assert np.array_equal(before[1], np.random.get_state()[1]), "the global numpy generator was used"  # noqa: NPY002
     assert before[2] == random.getstate(), "the global random generator was used"
+
+
+@pytest.fixture(autouse=True)
+def no_module_outlives_its_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A module that a test wrote and imported is forgotten: the next test may write another of the same name."""
+    before, folder = set(sys.modules), tmp_path_factory.getbasetemp()
+    yield
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and folder in Path(file).parents:
+            del sys.modules[name]

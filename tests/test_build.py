@@ -252,7 +252,6 @@ def test_a_method_outside_the_package(tmp_path: Path, monkeypatch: pytest.Monkey
             resolve({"method": {"name": name}})
     with pytest.raises(ConfigError, match="made a int, not a fedloom Method"):
         method(resolve({"method": {"name": "mine:nothing"}}))
-    sys.modules.pop("mine")
 
 
 def test_a_broken_module_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

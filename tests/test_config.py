@@ -72,12 +72,21 @@ WRONG = [
     ("evaluate.every=0", "evaluate.every must be stage or a whole number"),
     ("evaluate.personal=yes please", "evaluate.personal must be true or false"),
     ("checkpoint.keep=0", "checkpoint.keep must be at least 1"),
-    ("tracker=wandb", "tracker must be null"),
+    ("tracker=wandbb", "unknown tracker.name 'wandbb'. Did you mean 'wandb'? Known: mlflow, tensorboard, wandb."),
+    ("tracker={name: mlflow, experiment: ''}", "tracker.experiment must be text that is not empty, got ''"),
+    ("tracker={name: mlflow, uri: ''}", "tracker.uri must be text that is not empty, got ''"),
+    ("tracker={name: wandb, tags: ['']}", "tracker.tags.0 must be text that is not empty, got ''"),
+    ("tracker=3", "tracker must be a mapping of options, got 3"),
+    ("tracker.project=x", "tracker.name is missing: set it to one of mlflow, tensorboard, wandb"),
+    ("tracker={name: tensorboard, project: x}", "unknown key 'tracker.project'"),
+    ("tracker={name: wandb, mode: on}", "tracker.mode must be one of offline, online, got True"),
+    ("tracker={name: wandb, tags: [1]}", "tracker.tags.0 must be text, got 1"),
     ("seed=-1", "seed must be at least 0"),
     ("seed=1.0", "seed must be a whole number"),
     ("data.augment=flp", "Did you mean 'flip'?"),
     ("data.test_fraction=1.0", "data.test_fraction must be in (0, 1), got 1.0"),
     ("method=fedprx", "unknown method 'fedprx'. Did you mean 'fedprox'?"),
+    ("method=fedduet@code_2026", "method 'fedduet@code_2026': a preset is named so by `compare`"),
     ("method.name=7", "method.name must be the name of a method, got 7"),
     ("method.preset=code_1999", "unknown preset of fedavg 'code_1999'"),
     ("method=3", "method must be a mapping"),
@@ -143,9 +152,9 @@ def test_settings_are_described_by_the_schema() -> None:
     assert "a number in [0, 1)" in adamw["training.optimizer.betas"].allowed
     assert groups["stream.kind=class_incremental (default)"].about.startswith("Classes arrive task by task.")
     known = {s.key for group in groups.values() for s in group.settings}
-    chosen = {"stream.kind", "partition.kind", "training.schedule.name", "training.optimizer.name"}
+    chosen = {"stream.kind", "partition.kind", "training.schedule.name", "training.optimizer.name", "tracker.name"}
     sections = {"data", "stream", "partition", "model", "training", "engine", "evaluate", "checkpoint", "method"}
-    assert set(keys(Config)) - known <= chosen | sections | {"training.schedule", "training.optimizer"}
+    assert set(keys(Config)) - known <= chosen | sections | {"training.schedule", "training.optimizer", "tracker"}
 
 
 def test_probabilities_of_fedfmx_have_ranges() -> None:
@@ -405,3 +414,12 @@ def test_any_value_gives_a_tree_or_a_sentence(value: object) -> None:
             resolve(layer)
         except FedloomError as error:
             assert "\n" not in str(error) or isinstance(value, str)
+
+
+def test_another_model_drops_what_it_has_no_use_for() -> None:
+    low = {"model": {"name": "switch_encoder", "weights": "w.safetensors", "options": {"hidden": 32, "gate_std": 0.1}}}
+    assert merge(low, {"model": {"name": "moe_decoder"}})["model"] == {"name": "moe_decoder", "options": {"hidden": 32}}
+    assert merge(low, {"model": {"name": "small_cnn"}})["model"] == {"name": "small_cnn"}
+    assert merge(low, {"model": {"name": "my_models:network"}})["model"] == {"name": "my_models:network"}
+    kept = merge(low, {"model": {"name": "switch_encoder", "options": {"hidden": 16}}})["model"]
+    assert kept["options"] == {"hidden": 16, "gate_std": 0.1} and kept["weights"] == "w.safetensors"

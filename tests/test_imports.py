@@ -23,10 +23,12 @@ MAY = {
     "data": {"core"},
     "methods": {"core", "local", "merge", "select", "models", "data"},
     "evaluate": {"core"},
-    "report": {"core"},
+    "report": {"core", "evaluate"},
     "privacy": {"core"},
     "engine": {"core", "evaluate"},
+    "trackers": {"core", "engine"},
     "config": {"core", "local", "merge", "select", "models", "data", "methods"},
+    "pretraining": {"core", "config", "data", "engine", "models"},
 }
 STANDARD = sys.stdlib_module_names
 
@@ -57,7 +59,7 @@ def test_rooms_import_only_what_lies_below(room: str):
 
 
 def test_every_room_is_known():
-    assert ROOMS - MAY.keys() <= {"cli", "comparison", "deploy"}, "say in MAY what the new room may import"
+    assert ROOMS - MAY.keys() <= {"claims", "cli", "comparison", "deploy"}, "say in MAY what the new room may import"
     assert all((SOURCE / room / "__init__.py").exists() for room in ROOMS)
 
 

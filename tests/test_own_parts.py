@@ -14,8 +14,12 @@ from torch import nn
 from fedloom import api
 from fedloom.build import build
 from fedloom.core.errors import CheckpointError, ConfigError, FedloomError
+from fedloom.core.moe import need_moe_layers
 from fedloom.models import backbone
+from fedloom.models.moe_lm.block import MoEBlock
+from fedloom.models.moe_lm.layers import find_layers
 from fedloom.models.weights import read_state
+from fedloom.own_model import own_spec
 
 METHODS = """
 from fedloom.methods.fedavg import fedavg
@@ -52,13 +56,9 @@ def built(**given: Any) -> Any:
 
 
 @pytest.fixture
-def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_methods.py").write_text(METHODS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    import sys
-
-    sys.modules.pop("own_methods", None)
 
 
 @pytest.mark.usefixtures("own_methods")
@@ -89,7 +89,7 @@ def needing(num_classes: int, depth: int) -> nn.Module:
     ("make", "sentence"),
     [
         (lambda: raising, "the factory raising fails when called with num_classes"),
-        (lambda: needing, "arguments besides num_classes and input_shape come from model.options"),
+        (lambda: needing, "arguments besides num_classes, input_shape and vocab_size come from model.options"),
         (lambda: nn.LazyLinear(3), "a lazy layer"),
         (lambda: nn.Linear(4, 3).requires_grad_(False), "has no trainable parameter"),
         (lambda: nn.Identity(), "has no trainable parameter"),
@@ -200,3 +200,43 @@ def test_a_method_that_calls_sys_exit_never_passes_for_a_run_that_ended_well(
     with pytest.raises(FedloomError, match="SystemExit: 0"):
         api.run(data=data(), out=tmp_path / "run", **given)
     assert not (tmp_path / "run" / "DONE").exists()
+
+
+class OwnMixture(nn.Module):
+    """A backbone whose experts are found by its attribute `moe_layers`."""
+
+    num_features = 8
+
+    def __init__(self, input_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.input, self.block = nn.Linear(input_shape[0], 8), MoEBlock(8, 8, 3, 2)
+        self.moe_layers = find_layers(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.input(x))
+
+
+def test_a_backbone_of_ones_own_tells_its_experts() -> None:
+    module = own_spec(OwnMixture, 3, (4,), 0).classifier()
+    assert [layer.name for layer in need_moe_layers(module, "fedmoe")] == ["backbone.inner.block"]
+    out = module(torch.randn(5, 4))
+    assert out["routing"].shape == (1, 5, 3) and bool((out["selected"].sum(2) == 2).all())
+
+
+class MixedClassifier(nn.Module):
+    """A classifier of one's own with experts, which returns logits alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = MoEBlock(4, 8, 3), nn.Linear(4, 2)
+        self.moe_layers = find_layers(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.block(x))
+
+
+def test_a_classifier_of_ones_own_tells_its_routing() -> None:
+    module = own_spec(MixedClassifier(), 2, (4,), 0).classifier()
+    assert [layer.name for layer in need_moe_layers(module, "fedmoe")] == ["block"]
+    out = module(torch.randn(5, 4))
+    assert out["logits"].shape == (5, 2) and out["routing"].shape == (1, 5, 3)

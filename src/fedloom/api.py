@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.build import Built, build
 from fedloom.config import Config, resolve, resolve_source
 from fedloom.core.errors import CheckpointError, ConfigError
+from fedloom.trackers import check_installed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +129,9 @@ def configure(
             layer[section] = dict(value)
     own_data = None if data is None or isinstance(data, str | Mapping) else data
     own_model = None if model is None or isinstance(model, str | Mapping) else model
-    return name, resolve(base, layer), own_data, own_model
+    config = resolve(base, layer)
+    check_installed(config.as_dict()["tracker"])
+    return name, config, own_data, own_model
 
 
 def new_folder(name: str) -> Path:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from fedloom.config import Config, config_hash, resolve
 from fedloom.config.options import arguments, takes_local
 from fedloom.core.errors import ConfigError, DataError, FedloomError, origin
+from fedloom.network import default_model, network, vocab_size, with_words
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fedloom.core import Forward, Method, ModelSpec
+    from fedloom.core import Forward, Method
     from fedloom.data import Plan
     from fedloom.data.source import Source
     from fedloom.engine.experiment import Experiment, Options
@@ -51,9 +52,13 @@ def build(config: Config, *, data: Any = None, model: Any = None) -> Built:
     `model.name`. Raises `ConfigError` or `DataError` for whatever cannot be run.
     """
     source = _source(config, data)
-    config = _resolved(config, source, data, model)
-    made = _experiment(config, source, model)
+    config, chosen = _resolved(config, source, data, model)
+    made = _experiment(config, source, model, chosen)
     module = _module(made)
+    if made.method.needs_experts:
+        from fedloom.core.moe import need_moe_layers
+
+        need_moe_layers(module, config.method["name"])
     layout = _layout(config, module)
     tree = _with(config, "training", memory_format=layout)
     made = replace(made, forward=forward(tree), **_rebuild(tree, source, model))
@@ -85,15 +90,23 @@ def experiment_from_dict(tree: Mapping[str, Any], source: Source | None = None, 
     """
     config = resolve(tree)
     found = source if source is not None else load_data(config)
-    return replace(_experiment(config, found, model), forward=forward(config))
+    return replace(_experiment(config, found, model, method(config)), forward=forward(config))
 
 
 def load_data(config: Config) -> Source:
     """The data set of the section `data`."""
     from fedloom.data import load_source
 
-    given = config.data.model_dump(exclude={"augment"})
+    given = _data(config)
     return load_source(given.pop("name"), **given)
+
+
+def _data(config: Config) -> dict[str, Any]:
+    """The section `data` without what is done with the examples later."""
+    from fedloom.network import own_tokenizer
+
+    given = config.data.model_dump(exclude={"augment"})
+    return given | {"tokenizer": given["tokenizer"] or own_tokenizer(config.model.name)}
 
 
 def plan(config: Config, source: Source) -> Plan:
@@ -195,19 +208,22 @@ def _source(config: Config, data: Any) -> Source:
         return data
     if isinstance(data, str):
         raise DataError(f"data must be arrays or a dataset, got the name '{data}'; names go to data={{'name': ...}}")
-    return load_source(data, **config.data.model_dump(exclude={"name", "root", "augment"}))
+    given = _data(config)
+    return load_source(data, **{key: value for key, value in given.items() if key not in ("name", "root")})
 
 
-def _resolved(config: Config, source: Source, data: Any, model: Any) -> Config:
+def _resolved(config: Config, source: Source, data: Any, model: Any) -> tuple[Config, Method]:
     if data is not None:
         config = _with(config, "data", name=_stored_name(source))
     if model is not None:
         from fedloom.own_model import identity
 
         config = _with(config, "model", name=identity(model))
+    made = method(config)
     if config.model.name == "auto":
-        config = _with(config, "model", name=_default_model(source.input_shape))
-    return _with(config, "engine", device=_device_name(config))
+        config = _with(config, "model", name=default_model(source, made))
+    config = with_words(config, source, made, model)
+    return _with(config, "engine", device=_device_name(config)), made
 
 
 def _stored_name(source: Source) -> str:
@@ -223,23 +239,17 @@ def _device_name(config: Config) -> str:
     return str(device(config.engine.device)) if config.engine.device == "auto" else config.engine.device
 
 
-def _default_model(shape: tuple[int, ...]) -> str:
-    if len(shape) != 3:
-        return "mlp"
-    return "digits_cnn" if min(shape[1:]) < 16 else "small_cnn"
-
-
 def _with(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def _experiment(config: Config, source: Source, model: Any) -> Experiment:
+def _experiment(config: Config, source: Source, model: Any, made: Method) -> Experiment:
     """Everything but the forward pass and the way to other processes."""
     from fedloom.core import Forward
     from fedloom.engine.experiment import Experiment
     from fedloom.select.sampling import uniform_cohort
 
-    built, made = plan(config, source), method(config)
+    built = plan(config, source)
     if made.needs_domains and not source.domain_names:
         raise ConfigError(
             f"method '{config.method['name']}' needs the domain of every example, and data.name '{config.data.name}' "
@@ -247,7 +257,14 @@ def _experiment(config: Config, source: Source, model: Any) -> Experiment:
         )
     return Experiment(
         method=made,
-        spec=network(config, source.num_classes, source.input_shape, model),
+        spec=network(
+            config,
+            source.num_classes,
+            source.input_shape,
+            model,
+            vocab_size=vocab_size(source),
+            statistics=(source.mean, source.std),
+        ),
         forward=Forward(),
         plan=built,
         sampler=uniform_cohort,
@@ -255,28 +272,6 @@ def _experiment(config: Config, source: Source, model: Any) -> Experiment:
         cohort=config.training.cohort,
         threads=config.engine.threads,
     )
-
-
-def network(config: Config, num_classes: int, input_shape: tuple[int, ...], model: Any = None) -> ModelSpec:
-    """The network of the section `model`, or the user's own."""
-    from fedloom.methods import load_attribute
-    from fedloom.models.spec import NetworkSpec
-    from fedloom.own_model import own_spec
-
-    part = config.model
-    if model is None and part.name.startswith("object:"):
-        raise ConfigError(
-            f"model.name '{part.name}' stands for a network that was passed from Python; pass model= again, "
-            "or name a factory as 'package.module:attribute'"
-        )
-    if model is None and ":" in part.name:
-        model = load_attribute(part.name, "model.name")
-    if model is None:
-        options = tuple(part.options.items())
-        return NetworkSpec(part.name, num_classes, input_shape, config.seed, part.weights, options)
-    if part.weights is not None:
-        raise ConfigError("model.weights is for models by name; load the weights into the model that you pass")
-    return own_spec(model, num_classes, input_shape, config.seed, **part.options)
 
 
 def _layout(config: Config, module: nn.Module) -> str:

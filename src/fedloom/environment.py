@@ -33,7 +33,7 @@ EXTRAS = {
     "llm": ("transformers", "tokenizers", "peft"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "flower": ("flwr", "flwr-datasets"),
-    "trackers": ("tensorboard", "wandb", "mlflow"),
+    "trackers": ("tensorboard", "wandb", "mlflow-skinny"),
     "prune": ("torch-pruning",),
     "privacy": ("opacus", "dp-accounting"),
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fedloom.config import Config
     from fedloom.engine.experiment import Observer
     from fedloom.engine.folder import RunFolder
+    from fedloom.trackers import Card
 
 REPORT, PICTURE, PARTITION = "report.html", "accuracy.png", "partition.png"
 
@@ -36,7 +38,9 @@ def begin(
     from fedloom.engine.folder import RunFolder
     from fedloom.engine.serial import recipe
     from fedloom.environment import environment
+    from fedloom.trackers import check_installed
 
+    check_installed(built.config.as_dict()["tracker"])
     recipe(built.experiment, built.options.workers)
     with _gone_unless_begun(out) as watch, RunFolder.create(out, built.config.as_dict(), environment(built)) as folder:
         watch.ours = True
@@ -55,9 +59,11 @@ def go_on(
     rebuild: assembles the run again. Raises `CheckpointError` when what it assembles is not what the run began with.
     """
     from fedloom.engine.folder import RunFolder
+    from fedloom.trackers import check_installed
 
     with RunFolder.open(path) as folder:
         built = rebuild(folder.path)
+        check_installed(built.config.as_dict()["tracker"])
         for note in _check_same(folder, built):
             _note(folder, observers, note)
         return folder.path, _carry_out(built, folder, observers, carry)
@@ -125,6 +131,29 @@ def _check_same(folder: RunFolder, built: Built) -> list[str]:
 
 
 def _carry_out(built: Built, folder: RunFolder, observers: Sequence[Observer], carry: Carry | None) -> dict[str, Any]:
+    """Carry the run out, its tracker among the observers."""
+    from fedloom.trackers import tracked
+
+    told = {
+        "tell": functools.partial(_note, folder, observers),
+        "log": folder.log,
+        "pictures": (PICTURE, PARTITION),
+        "files": (REPORT, "summary.json", "config.yaml"),
+    }
+    with tracked(_card(built, folder), **told) as tracking:
+        return _train(built, folder, [*observers, *tracking], carry)
+
+
+def _card(built: Built, folder: RunFolder) -> Card | None:
+    """What the tracker is told of the run; None for a run without one."""
+    from fedloom.trackers import Card
+
+    tree = built.config.as_dict()
+    title = f"{tree['method']['name']}, seed {tree['seed']}"
+    return None if tree["tracker"] is None else Card(tree["tracker"], folder.path, title, tree, built.hash)
+
+
+def _train(built: Built, folder: RunFolder, observers: Sequence[Observer], carry: Carry | None) -> dict[str, Any]:
     """Train to the end and write what a finished run leaves; DONE or FAILED says how it ended."""
     from fedloom.engine.start import carry_out
     from fedloom.served import describe
@@ -201,12 +230,13 @@ def _finish(built: Built, folder: RunFolder, measured: Mapping[str, Any]) -> dic
 
 def _pictures(built: Built, folder: RunFolder, observers: Sequence[Observer]) -> None:
     """Pictures and the report; their failure is told and leaves the run as it is, for its numbers are on disk."""
+    from fedloom.config.defaults import defaults
     from fedloom.report import read_run, save_accuracy, write_report
 
     try:
         built.experiment.plan.draw(folder.path / PARTITION)
         save_accuracy(read_run(folder.path), folder.path / PICTURE)
-        write_report([folder.path], folder.path / REPORT)
+        write_report([folder.path], folder.path / REPORT, defaults=defaults)
     except Exception as error:
         folder.log(traceback.format_exc())
         reason = f"{type(error).__name__}: {error}"

@@ -63,9 +63,15 @@ def export_onnx(folder: Path, out: Path, client: int | None = None) -> tuple[Pat
     """
     _need("onnx", "onnxscript")
     served = open_view(folder, client)
+    if served.text is not None:
+        raise ConfigError(
+            "the model reads texts, and only those of images and vectors are exported to ONNX; use --format safetensors"
+        )
     served.context.net.forward = replace(served.context.net.forward, precision="fp32")  # the graph has no autocast
     graph = _Graph(served).eval()
     sample = torch.zeros(2, *served.meta["input_shape"])
+    with torch.no_grad():
+        graph(sample)  # what a network computes once, such as texts of classes, is a constant of the graph
     try:
         with _silent():
             program = torch.onnx.export(
@@ -84,7 +90,11 @@ def export_onnx(folder: Path, out: Path, client: int | None = None) -> tuple[Pat
     except Exception as error:  # the exporter raises many kinds for what it cannot express
         reason = str(error.__cause__ or error).strip().split("\n")[0].split(" See the stack trace")[0]
         raise ConfigError(f"this method cannot be exported to ONNX ({reason}); use --format safetensors") from error
-    return out, _check(graph, served, out)
+    try:
+        return out, _check(graph, served, out)
+    except ConfigError:
+        out.unlink(missing_ok=True)  # nobody shall take a wrong graph for the model
+        raise
 
 
 def _check(graph: nn.Module, served: Served, path: Path) -> str:
@@ -96,8 +106,12 @@ def _check(graph: nn.Module, served: Served, path: Path) -> str:
     x = torch.rand(3, *served.meta["input_shape"], generator=rng) * (255 if served.meta["stored"] == "uint8" else 1)
     with torch.no_grad():
         want = graph(x)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    got = torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        got = torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
+    except Exception as error:  # onnxruntime has errors of its own, which share no class
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"onnxruntime cannot run the exported graph ({reason}); use --format safetensors") from error
     finite = want.isfinite()
     worst = float((got[finite] - want[finite]).abs().max())
     if not torch.equal(finite, got.isfinite()) or worst > TOLERANCE:

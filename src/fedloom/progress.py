@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from fedloom.engine.experiment import Observer
+from fedloom.report.tables import MANY, extremes
 from fedloom.terminal import say
 
 Row = Mapping[str, Any]
@@ -84,8 +85,9 @@ class Lines(Observer):
             current = _number(row.get("accuracy/current"))
             text += f" on {row['seen_classes']} classes{domains}, {current} on the current ones"
         found = row.get("accuracy/domains", {})
-        each = [f"{name} {_number(value)}" for name, value in found.items() if value is not None]
-        return f"{text}; {', '.join(each)}" if each else text
+        each = [f"{name} {_number(value)}" for name, value in extremes(found) if value is not None]
+        of = f"of {len(found)} domains the worst and the best: " if len(found) > MANY else ""
+        return f"{text}; {of}{', '.join(each)}" if each else text
 
 
 class Live(Lines):

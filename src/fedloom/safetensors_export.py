@@ -22,7 +22,8 @@ def export_safetensors(folder: Path, out: Path, client: int | None = None) -> Pa
     The network is the one that is served: of a method that prunes the compact one. What a method predicts with besides
     the network (the class means of `replay`, say) is there as `<field>.<name>`. Metadata, other than text as JSON: what
     `model/model.json` records; `method_options`, `model` and `model_options` with the defaults; `widths`, the channels
-    kept of each group, where the method can prune; `parameters`; and the `client`, null for the global model.
+    kept of each group, where the method can prune; `parameters`; and the `client`, null for the global model. The
+    tokeniser of a model of texts is written beside it, as `tokenizer.json`.
     Raises `ConfigError` for a client that there is not, or that has no network of its own.
     """
     from safetensors.torch import save_file
@@ -35,16 +36,22 @@ def export_safetensors(folder: Path, out: Path, client: int | None = None) -> Pa
         _check_own_network(served)
     module = module_of(served)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()}
-    others = {field: tree for field, tree in served.view.items() if field not in ("params", "buffers")}
+    # what a client predicts with is its own where it has kept it, not what it would be sent next
+    own = served.client_state()
+    others = {field: own.get(field, tree) for field, tree in served.view.items() if field not in ("params", "buffers")}
     tensors |= {
         f"{field}.{name}": tensor.contiguous() for field, tree in others.items() for name, tensor in tree.items()
     }
     told = _told(served, module, resolve(read_yaml(folder / "config.yaml")))
+    words = {key: value for key, value in told.get("text", {}).items() if key != "tokenizer"}
+    told |= {"text": words} if words else {}
     meta = {key: value if isinstance(value, str) else json.dumps(value) for key, value in told.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with usual_mode(out):
             save_file(tensors, str(out), metadata=meta)
+        if served.text is not None:
+            (out.parent / "tokenizer.json").write_text(served.text.tokenizer, encoding="utf-8")
     except Exception as error:  # safetensors has an error class of its own for what the disk refuses
         raise ConfigError(f"cannot write '{out}' ({error}); name another file with --out") from error
     return out
@@ -63,14 +70,16 @@ def _check_own_network(served: Served) -> None:
 
 
 def _told(served: Served, module: Any, config: Config) -> dict[str, Any]:
+    from fedloom.models.clip.named import is_clip, self_contained
     from fedloom.models.registry import defaults
 
+    part, own = config.model, {**defaults(config.model.name), **config.model.options}
     options = {name: value for name, value in config.method.items() if name != "name"}
     found = {
         **served.meta,
         "method_options": options,
-        "model": config.model.name,
-        "model_options": {**defaults(config.model.name), **config.model.options},
+        "model": part.name,
+        "model_options": self_contained(part.name, part.weights, own) if is_clip(part.name) else own,
         "parameters": sum(p.numel() for p in module.parameters()),
         "client": served.context.client,
     }
@@ -102,14 +111,20 @@ def load_exported(path: str | Path, *, model: Any = None) -> nn.Module:
 
 def _made(meta: Mapping[str, str], model: Any) -> Any:
     """The network that the metadata describe, with its initial values."""
-    from fedloom.build import method, network
+    from fedloom.build import method
     from fedloom.config import resolve
+    from fedloom.models.clip.named import RANDOM, is_clip
+    from fedloom.network import network
 
+    model_section = {"name": meta["model"], "options": json.loads(meta["model_options"])}
     sections = {
         "method": {"name": meta["method"], **json.loads(meta["method_options"])},
-        "model": {"name": meta["model"], "options": json.loads(meta["model_options"])},
+        "model": model_section | ({"weights": RANDOM} if is_clip(meta["model"]) else {}),
     }
     config, shape = resolve(sections), tuple(json.loads(meta["input_shape"]))
-    module: Any = method(config).module(network(config, json.loads(meta["num_classes"]), shape, model))
+    words = json.loads(meta.get("text", "{}")).get("vocab_size", 0)
+    statistics = tuple(json.loads(meta[key]) for key in ("mean", "std"))
+    spec = network(config, json.loads(meta["num_classes"]), shape, model, vocab_size=words, statistics=statistics)
+    module: Any = method(config).module(spec)
     widths = tuple(json.loads(meta.get("widths", "{}")).values())
     return module if not widths or widths == module.channels.sizes else module.rebuild(widths)

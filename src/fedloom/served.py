@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
     from fedloom.build import Built
     from fedloom.core import Context, Method, Payload
+    from fedloom.core.batches import Inputs
+    from fedloom.data.text import Text
 
 MODEL = "model"
+STORED = ("uint8", "float32", "int32")
 WEIGHTS, META, STATE = "model.safetensors", "model.json", "state.safetensors"
 
 
@@ -42,7 +45,10 @@ class Served:
         return list(self.meta["class_names"])
 
     def scores(self, x: Any, batch_size: int = 250) -> Tensor:
-        """Scores [n, classes] of stored inputs (as the data set holds them); classes never seen are -inf."""
+        """Scores [n, classes] of stored inputs (as the data set holds them), or of texts; classes never seen are -inf.
+
+        Texts: a list of str, of a model of questions a list of `fedloom.data.choices.Question`.
+        """
         import torch
 
         x, state = self.inputs(x), self.client_state()
@@ -68,18 +74,31 @@ class Served:
         found.net.train(False)
         return found
 
-    def prepare(self, x: Tensor) -> Tensor:
+    @property
+    def text(self) -> Text | None:
+        """What the texts are that the model reads, None for a model of images or vectors."""
+        from fedloom.data.text import Text
+
+        return Text(**self.meta["text"]) if "text" in self.meta else None
+
+    def prepare(self, x: Tensor) -> Inputs:
         """Stored inputs -> model inputs."""
         from fedloom.data.augment import Prepare
+        from fedloom.data.text import PrepareText
 
-        prepared = Prepare(tuple(self.meta["mean"]), tuple(self.meta["std"]))(x)
-        assert not isinstance(prepared, Mapping)
-        return prepared
+        if self.text is not None:
+            return PrepareText()(x)
+        return Prepare(tuple(self.meta["mean"]), tuple(self.meta["std"]))(x)
 
     def inputs(self, x: Any) -> Tensor:
-        """Arrays or tensors as a batch of the run's input shape; `DataError` names both shapes when they differ."""
+        """Arrays or tensors as a batch of the run's input shape; `DataError` names both shapes when they differ.
+
+        Texts as `scores` takes them become stored token ids.
+        """
         import torch
 
+        if self.text is not None and isinstance(x, list | tuple) and x:
+            return _encoded(self.text, x)
         found = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.from_numpy(_array(x))
         want = tuple(self.meta["input_shape"])
         if found.dim() == len(want) and found.dim() == 3 and want[0] == 1 and tuple(found.shape[1:]) == want[1:]:
@@ -95,7 +114,36 @@ class Served:
             bad = int((~found.isfinite()).flatten(1).any(1).nonzero()[0])
             kind = "NaN" if bool(found[bad].isnan().any()) else "infinite values"
             raise DataError(f"inputs hold {kind}, the first at position {bad}; fill or drop them")
+        if self.text is not None:
+            return _token_ids(found, self.text)
         return _eight_bits(found) if self.meta["stored"] == "uint8" else found.to(torch.float32)
+
+
+def _encoded(text: Text, x: Sequence[Any]) -> Tensor:
+    import torch
+
+    from fedloom.data.choices import Question
+    from fedloom.data.texts import checked_texts, encode
+
+    def where(row: int) -> str:
+        return f"input {row}"
+
+    if text.kind == "choices":
+        other = next((row for row, v in enumerate(x) if not isinstance(v, Question)), None)
+        if other is not None:
+            raise DataError(f"input {other} is a {type(x[other]).__name__}; the model needs questions with options")
+    else:
+        x = checked_texts(x, "the inputs", where)
+    return torch.from_numpy(encode(text, x, where)[0])
+
+
+def _token_ids(x: Tensor, text: Text) -> Tensor:
+    import torch
+
+    ids = x if text.kind == "tokens" else x[:, 0]
+    if x.dtype.is_floating_point or bool((ids >= text.vocab_size).any()):
+        raise DataError(f"the model reads texts; give a list of them, or token ids below {text.vocab_size} as integers")
+    return x.to(torch.int32)
 
 
 @contextmanager
@@ -150,7 +198,7 @@ def _array(x: Any) -> Any:
     return found
 
 
-def open_served(folder: Path, model: Any = None) -> Served:
+def open_served(folder: str | Path, model: Any = None) -> Served:
     """Open the model of a run folder. model: the user's own network, where the run was given one as an object.
 
     Raises `CheckpointError` when the folder holds no finished model.
@@ -159,6 +207,7 @@ def open_served(folder: Path, model: Any = None) -> Served:
     from fedloom.config import read_yaml, resolve
     from fedloom.engine.files import load_payload
 
+    folder = Path(folder)
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"'{folder}' is not a run folder: it has no config.yaml")
     if not (folder / MODEL / WEIGHTS).is_file():
@@ -241,17 +290,34 @@ def _check_meta(found: Any) -> None:
     fits = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in whole)
     fits = fits and all(isinstance(v, int | float) for v in (*numbers["mean"], *numbers["std"]))
     fits = fits and bool(found["class_names"]) and all(isinstance(name, str) for name in names) and found["stages"] > 0
-    if not fits or found["stored"] not in ("uint8", "float32") or len(numbers["mean"]) != len(numbers["std"]):
+    if not fits or found["stored"] not in STORED or len(numbers["mean"]) != len(numbers["std"]):
         raise ValueError("values of the wrong kind")
+    if "text" in found:
+        _check_text(found["text"], numbers["input_shape"])
     if not numbers["input_shape"] or max(classes, default=0) >= len(found["class_names"]):
         raise ValueError("a shape or class that cannot be")
 
 
-def _context(config: Any, made: Method, meta: Mapping[str, Any], model: Any) -> Context:
-    from fedloom.build import forward, network
-    from fedloom.core import Context, Net, Stage
+def _check_text(found: Any, input_shape: Sequence[int]) -> None:
+    """The same for what is recorded of texts."""
+    from fedloom.data.text import Text
 
-    spec = network(config, len(meta["class_names"]), tuple(meta["input_shape"]), model)
+    text = Text(**found)
+    whole = (text.vocab_size, text.max_length)
+    if not all(isinstance(v, int) and v > 0 for v in whole) or input_shape[-1] != text.max_length:
+        raise ValueError("values of the wrong kind")
+    if text.kind not in ("tokens", "choices") or not isinstance(text.tokenizer, str):
+        raise ValueError("values of the wrong kind")
+
+
+def _context(config: Any, made: Method, meta: Mapping[str, Any], model: Any) -> Context:
+    from fedloom.build import forward
+    from fedloom.core import Context, Net, Stage
+    from fedloom.network import network
+
+    words = meta.get("text", {}).get("vocab_size", 0)
+    shape, statistics = tuple(meta["input_shape"]), (meta["mean"], meta["std"])
+    spec = network(config, len(meta["class_names"]), shape, model, vocab_size=words, statistics=statistics)
     net = Net(lambda: made.module(spec), replace(forward(config), grad_checkpointing=False))
     arrived = (tuple(meta[key]) for key in ("current", "seen", "old"))
     domains = (tuple(meta.get(f"{key}_domains", ())) for key in ("current", "seen", "old"))
@@ -278,10 +344,11 @@ def describe(built: Built) -> dict[str, Any]:
         "num_classes": plan.num_classes,
         "class_names": list(source.class_names),
         "input_shape": list(source.input_shape),
-        "stored": "uint8" if str(source.x_train.dtype) == "torch.uint8" else "float32",
+        "stored": str(source.x_train.dtype).removeprefix("torch."),
         "mean": list(source.mean),
         "std": list(source.std),
         "domain_names": list(plan.domains),
+        **({"text": source.text.as_dict()} if source.text else {}),
         **arrived(stage),
         "tasks": [list(task) for task in plan.tasks],
         "stages": plan.num_stages,

@@ -406,3 +406,8 @@ def test_doctor_knows_which_flower_will_do(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_recipe_is_listed_with_all_that_it_says_of_itself() -> None:
     told = call("list", "recipes", "fedfmx/table1-cifar10-qli").stdout
     assert "shards" in told and "partition.alpha_q 2, 4 (here), 6" in told and "base:" not in told
+
+
+def test_the_list_of_recipes_tells_what_they_say_and_none_of_what_they_set() -> None:
+    told = call("list", "recipes").stdout
+    assert "base:" not in told and ": {" not in told

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def call(*arguments: Any) -> Result:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take a second."""
     monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    monkeypatch.setattr("fedloom.report.pareto.save", lambda *args: False)
 
 
 def test_a_comparison_ends_with_its_table_and_its_files(tmp_path: Path) -> None:
@@ -40,7 +42,7 @@ def test_a_comparison_ends_with_its_table_and_its_files(tmp_path: Path) -> None:
     result = call("compare", "quickstart", "-m", "fedavg,fedprox+mu=1", "--seeds", "0,1", "--out", folder, *FAST)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("Comparison of 2 methods, quickstart (sklearn/digits; class_incremental, 2 tasks;")
-    for name in ("compare.md", "compare.csv", "compare.json"):
+    for name in ("compare.md", "compare.tex", "compare.csv", "compare.json"):
         assert str(folder / name) in result.stdout and (folder / name).exists()
     assert result.stdout.endswith(f"folder: {folder}\n") and not (folder / "summary.json").exists()
     said = result.stderr.splitlines()
@@ -112,6 +114,22 @@ def test_an_ablation(tmp_path: Path) -> None:
     assert list(content["methods"]) == ["full", "no-rar", "top1"] and content["reference"] == "top1"
 
 
+def test_an_ablation_takes_options_of_its_method_for_every_run(tmp_path: Path) -> None:
+    parts = ("fedfmx", "quickstart", "--switches", "top1", "--seeds", "0", "--out", tmp_path / "a", "--dry-run", *FAST)
+    result = call("ablate", *parts, "--set", "method.experts=2", "--json")
+    assert result.exit_code == 0, result.stderr
+    found, plain = (json.loads(text)["runs"] for text in (result.stdout, call("ablate", *parts, "--json").stdout))
+    assert [run["label"] for run in found] == ["full", "top1"]
+    assert all(run["hash"] != other["hash"] for run, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("key", ["out", "tell", "seeds", "switches", "reference", "metric", "mu"])
+def test_a_key_that_is_no_section_is_refused_whatever_the_commands_call_theirs(key: str) -> None:
+    for command in (("compare", "-m", "fedprox"), ("ablate", "fedfmx")):
+        result = call(*command, "quickstart", "--dry-run", "--set", f"{key}=1")
+        assert result.exit_code == 2 and f"unknown key '{key}'." in result.stderr, result.output
+
+
 def test_switches_are_listed_with_their_method() -> None:
     text = call("list", "methods", "fedfmx").stdout
     assert "switches, for `fedloom ablate fedfmx`\n" in text and "  top1: stop 1\n" in text
@@ -165,6 +183,11 @@ def test_switches_are_listed_with_their_method() -> None:
         (["compare", "-m", "fedavg", "-s", "method=joint"], "method.name is set by the entries of the comparison"),
         (["compare", "quikstart", "-m", "fedavg"], "unknown recipe 'quikstart'"),
         (["compare", "-m", "fedavg", "--out", ""], "out is empty; name a folder"),
+        (["compare", "-m", "fedavg", "--jobs", "two"], "jobs must be auto or a whole number in [1, 512], got 'two'"),
+        (["ablate", "fedfmx", "--jobs", "0"], "jobs must be auto or a whole number in [1, 512], got '0'"),
+        (["compare", "-m", "fedavg", "--jobs", "0", "--dry-run"], "jobs must be auto or a whole number in [1, 512]"),
+        (["compare", "missing.yaml"], "configuration file 'missing.yaml' does not exist"),
+        (["compare", "-m", "fedavg", "--out", "/dev/null"], "out is '/dev/null', which is a file; name a folder"),
         (["compare", "-m", "fedavg", "--out", "/proc/x"], "out is '/proc/x', which cannot be written"),
         (["ablate", "fedavg"], "method 'fedavg' declares no switches"),
         (["ablate", "fedfmx", "--switches", "topp1"], "unknown switch of fedfmx 'topp1'. Did you mean 'top1'?"),
@@ -243,6 +266,76 @@ def test_the_report_of_a_comparison_is_one_page(tmp_path: Path) -> None:
     result = call("report", folder)
     assert result.exit_code == 0 and result.stdout == f"report: {folder / 'report.html'}\n"
     assert "Comparison of 2 methods" in (folder / "report.html").read_text()
+
+
+SLOW = """
+import time
+from pathlib import Path
+from fedloom.methods.fedavg import FedAvg, fedavg
+
+class Slow(FedAvg):
+    def client_update(self, *args):
+        if not Path(__file__).with_name("hurry").exists():
+            time.sleep(0.3)
+        return super().client_update(*args)
+
+def slow(*, local):
+    made = fedavg(local=local)
+    object.__setattr__(made, "__class__", Slow)
+    return made
+"""
+
+
+def test_runs_side_by_side_stop_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_method.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder, wanted = tmp_path / "c", {**os.environ, "PYTHONPATH": str(tmp_path)}
+    arguments = ["compare", "-m", "slow_method:slow", "--seeds", "0,1", "--out", str(folder), *FAST]
+    arguments += ["-s", "training.rounds=5"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedloom", *arguments, "--jobs", "2"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=wanted,
+        text=True,
+    )
+    for _ in range(1200):
+        if len({path.parents[2] for path in folder.glob("runs/*/checkpoints/*/meta.json")}) == 2:
+            break
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 130, said
+    assert said == [
+        "run 1 of 2: slow_method:slow, seed 0",
+        "run 2 of 2: slow_method:slow, seed 1",
+        "stopping after the current clients; Ctrl-C again stops at once",
+        "error: interrupted in run 1 of 2: slow_method:slow, seed 0 and 1 more; what is done stays in "
+        f"'{folder}', and the same command goes on there",
+    ]
+    assert not list(folder.glob("runs/*/DONE")) and not list(folder.glob("runs/*/FAILED"))
+    (tmp_path / "hurry").touch()
+    result = call(*arguments)
+    assert result.exit_code == 0 and result.stderr.count("resumed at") == 2, result.stderr
+
+
+def test_a_file_of_a_comparison_is_taken_like_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("methods: [fedavg, fedprox+mu=1]\nseeds: [4]\nreference: fedprox+mu=1\nset: {training.rounds: 1}\n")
+    found = json.loads(call("compare", file, "--out", tmp_path / "c", "--dry-run", "--json").stdout)["runs"]
+    assert [(run["label"], run["seed"]) for run in found] == [("fedavg", 4), ("fedprox+mu=1", 4)]
+    named = json.loads(call("compare", "-m", "fedavg,fedprox+mu=1", "--seeds", 4, "-s", "training.rounds=1",
+                            "--out", tmp_path / "c", "--dry-run", "--json").stdout)["runs"]  # fmt: skip
+    assert named == found, "the same runs"
+    over = json.loads(call("compare", file, "-m", "joint", "--reference", "joint", "--seeds", "0,1", "--dry-run",
+                           "--json").stdout)["runs"]  # fmt: skip
+    assert [(run["label"], run["seed"]) for run in over] == [("joint", 0), ("joint", 1)]
+    file.write_text("methods: [fedavg]\nsettings: {a: {}}\n")
+    for command in ("run", "show-data"):
+        refused = call(command, file)
+        assert refused.exit_code == 2 and "names methods to compare; call `fedloom compare` or" in refused.stderr
+    refused = call("compare", file, "--dry-run")
+    assert refused.exit_code == 2 and "call `fedloom sweep` with it" in refused.stderr
 
 
 class Terminal(io.StringIO):

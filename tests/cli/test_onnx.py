@@ -71,6 +71,29 @@ def test_a_run_in_bf16_is_exported_in_fp32(tmp_path: Path, monkeypatch: pytest.M
     assert "differs" not in export_onnx(done.folder, tmp_path / "m.onnx")[1]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_that_does_not_run_or_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom import onnx_export
+
+    runtime = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    layer = {"method": "fedavg", "model": {"name": "linear"}, "partition": {"kind": "iid", "clients": 2}}
+    done = api.run({**layer, "training": {"rounds": 1}, "stream": {"tasks": 2}}, out=tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(onnx_export, "TOLERANCE", -1.0)
+        with pytest.raises(ConfigError, match=r"the exported graph differs from torch by .*; use --format safetensors"):
+            onnx_export.export_onnx(done.folder, tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no\nsuch operator")
+
+    monkeypatch.setattr(runtime, "InferenceSession", broken)
+    with pytest.raises(ConfigError, match=r"onnxruntime cannot run the exported graph \(no such operator\)"):
+        onnx_export.export_onnx(done.folder, tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
+
+
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 

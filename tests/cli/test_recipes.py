@@ -16,6 +16,7 @@ from fedloom.core.errors import Interrupted
 from fedloom.core.seeds import generator
 from fedloom.data import load_source
 from fedloom.engine.experiment import Observer
+from toys.federation import method_of
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 METHODS = ("fedavg", "fedprox", "fedfmx")
@@ -57,6 +58,11 @@ SMALL = {
     "cifar100-fcil-small": ("uoft-cs/cifar100",),
     "pacs-small": ("flwrlabs/pacs",),
     "digits-domains-small": ("ylecun/mnist", "flwrlabs/usps", "Mike0307/MNIST-M"),
+    "agnews-moe-small": ("fancyzhx/ag_news",),
+    "mmlu-moe-small": ("cais/mmlu",),
+    "hellaswag-moe-small": ("Rowan/hellaswag",),
+    "cifar100-clip-small": ("uoft-cs/cifar100",),
+    "pacs-clip-small": ("flwrlabs/pacs",),
 }
 
 
@@ -78,11 +84,13 @@ def test_recipes_use_all_data_and_take_ten_steps(recipe: str) -> None:
     mean = sum(sizes) / len(sizes)
     assert mean * training.local_epochs / training.batch_size >= 10
     assert training.rounds >= 5
-    assert sum(p.numel() for p in made.experiment.spec.classifier().parameters()) <= 100_000
+    largest = 3_000_000 if recipe.endswith(("moe-small", "clip-small")) else 100_000
+    assert sum(p.numel() for p in made.experiment.spec.classifier().parameters()) <= largest
 
 
+IMAGES = [name for name in methods.names() if not method_of(f"fedloom.methods.{name}:{name}").needs_experts]
 SHOWN = [
-    *(("quickstart-domains", name, 0.5) for name in methods.names()),
+    *(("quickstart-domains", name, 0.5) for name in IMAGES),
     ("digits-domains-small", "fedavg", 0.5),
     ("pacs-small", "fedavg", 1.5 / 7),
     ("pacs-small", None, 1.5 / 7),
@@ -174,3 +182,22 @@ def test_joint_is_above_replay_and_replay_above_fedavg_on_the_quickstart(tmp_pat
         measured = {label: entry["metrics"][key] for label, entry in found.summary["methods"].items()}
         assert measured["joint"]["low"] > measured["replay"]["high"], key
         assert measured["replay"]["low"] > measured["fedavg"]["high"], key
+
+
+@pytest.mark.slow
+def test_news_are_told_apart_and_joint_training_does_so_best(tmp_path: Path) -> None:
+    root = str(root_of("agnews-moe-small"))
+    found = {
+        name: api.run("agnews-moe-small", method=name, out=tmp_path / name, **{"data.root": root}).summary
+        for name in ("fedavg", "fedalign_moe", "joint")
+    }
+    accuracy = {name: summary["final_accuracy"] for name, summary in found.items()}
+    assert min(accuracy.values()) > 2 * 0.25 and accuracy["joint"] > accuracy["fedavg"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mmlu-moe-small", "hellaswag-moe-small"])
+def test_questions_are_answered_at_chance_level_by_a_model_that_knows_nothing(recipe: str, tmp_path: Path) -> None:
+    found = api.run(recipe, out=tmp_path / "run", **{"data.root": str(root_of(recipe))}).summary
+    assert abs(found["final_accuracy"] - 0.25) < 0.08
+    assert abs(found["measures"]["accuracy_norm"] - 0.25) < 0.08 and found["measures"]["perplexity"] > 1

@@ -21,6 +21,8 @@ from fedloom import lifecycle
 from fedloom.comparison import entries
 from fedloom.core.errors import ConfigError, DataError, Interrupted, RunError
 from fedloom.engine.experiment import Observer
+from toys.federation import method_of
+from toys.small_clip import architecture
 
 SMALL = {
     "data": {"name": "sklearn/digits"},
@@ -37,6 +39,7 @@ T_1 = 12.706204736432095  # 97.5 % quantile of Student's t with 1 degree of free
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take a second."""
     monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    monkeypatch.setattr("fedloom.report.pareto.save", lambda *args: False)
 
 
 @pytest.fixture
@@ -68,7 +71,8 @@ def test_every_method_runs_on_every_seed_in_a_folder_named_by_its_hash(tmp_path:
             assert (run.folder / "DONE").exists() and run.summary["seed"] == seed
     alone = fedloom.run(SMALL, method={"name": "fedprox", "mu": 1}, seed=1, out=tmp_path / "alone")
     assert alone.summary["state_sha256"] == done.runs["fedprox+mu=1"][1].summary["state_sha256"]
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["compare.csv", "compare.json", "compare.md", "runs"]
+    files = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert files == ["compare.csv", "compare.json", "compare.md", "compare.tex", "runs"]
     assert not done.failed and "over seeds [0, 1]" in repr(done)
 
 
@@ -333,7 +337,11 @@ def test_a_slip_costs_nothing(tmp_path: Path, begun: list[Any], given: dict[str,
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, begun: list[Any]) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file', which cannot be written: .*; name another folder"):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "runs").touch()
+    with pytest.raises(ConfigError, match=r"c', which cannot be written: File exists; name another folder"):
+        small(tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"file', which is a file; name a folder"):
         small(tmp_path / "file")
     assert not begun
 
@@ -370,7 +378,10 @@ def test_pooled_data_leave_traffic_and_clients_out(tmp_path: Path) -> None:
     assert per["fedavg"] - per["joint"] == {
         "bytes_up", "bytes_down", "per_client_accuracy_mean", "per_client_accuracy_worst10",
     }  # fmt: skip
-    assert "- joint pools the data of all clients: a reference, not a federation; it has no traffic." in done.markdown
+    assert (
+        "- joint pools the data of all clients: a reference, not a federation; it has no traffic and no rank."
+        in done.markdown
+    )
 
 
 def test_the_metric_changes_the_table_alone(tmp_path: Path, begun: list[Any]) -> None:
@@ -379,7 +390,9 @@ def test_the_metric_changes_the_table_alone(tmp_path: Path, begun: list[Any]) ->
     usual, times = small(tmp_path / "c", seeds=(0, 1, 2)), len(begun)
     other = small(tmp_path / "c", seeds=(0, 1, 2), metric="forgetting")
     assert len(begun) == times == 6, "no run is made for it"
-    assert {**other.summary, "metric": "final_accuracy"} == usual.summary and other.summary["metric"] == "forgetting"
+    shown = {"metric", "lower_is_better", "pareto"}
+    assert {key for key, value in other.summary.items() if value != usual.summary[key]} <= shown
+    assert other.summary["metric"] == "forgetting" and other.summary["lower_is_better"]
     assert other.table() == usual.table()
     values = [[run.summary["forgetting"] for run in runs.values()] for runs in other.runs.values()]
     p = compare_paired(values[1], values[0]).p_t
@@ -500,7 +513,12 @@ def test_every_declared_switch_is_an_option_of_its_method(tmp_path: Path) -> Non
     for name in declaring:
         given = {"switches": None, "out": tmp_path, "reference": None, "data": None, "engine": None}
         data = {**SMALL, "data": {"name": "sklearn/digits-domains"}}
-        found = plan_ablation(name, data, (0,), model={"name": "resnet8"}, **given)
+        method = method_of(f"fedloom.methods.{name}:{name}")
+        model = {"name": "moe_mlp" if method.needs_experts else "resnet8"}
+        if method.needs_clip:
+            design = {**architecture(image_size=8, patch_size=4), "embed_dim": 128}
+            model = {"name": "clip_small", "weights": "random", "options": {"config": {"model_cfg": design}}}
+        found = plan_ablation(name, data, (0,), model=model, **given)
         assert len(found.runs) == len(ablations(name)) + 1, f"a switch of {name} changes nothing"
 
 

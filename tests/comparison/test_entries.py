@@ -59,6 +59,7 @@ def test_labels_are_the_words_the_keys_or_made_of_the_options() -> None:
         ({"\ud800": "fedavg"}, "keys of methods must be text"),
         ([{"name": "fedavg", "note": "\ud800"}], "methods.note holds characters that are no text"),
         ({" ": "fedavg"}, "methods: a label is empty"),
+        ({"a\0": "fedavg"}, r"methods: the label 'a\\x00' has control characters; write it in plain text"),
         ([ENDLESS], "methods.more.* is nested too deeply or refers to itself; write its values out"),
         ({"a": ENDLESS}, "methods.more.* refers to itself"),
         ([DEEP], "methods is nested too deeply"),

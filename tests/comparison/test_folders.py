@@ -33,6 +33,7 @@ MEND = r"; move '{}' away, and the same comparison makes the run anew"
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take a second."""
     monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    monkeypatch.setattr("fedloom.report.pareto.save", lambda *args: False)
 
 
 def small(out: Path, seeds: Any = (0,), methods: Any = ("fedavg", "fedprox"), **more: Any) -> fedloom.Comparison:

@@ -48,13 +48,13 @@ SMALL = {
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
+    monkeypatch.setattr("fedloom.report.pareto.save", lambda *args: False)
     (tmp_path / "own_method.py").write_text(METHOD)
     (tmp_path / "own_net.py").write_text(NETWORK)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
-    forget()
+    return tmp_path
 
 
 def forget() -> None:

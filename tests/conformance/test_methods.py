@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -45,6 +46,11 @@ EVERY = [pytest.param(name, id=name.partition(":")[2]) for name in METHODS + TOY
 pytestmark = pytest.mark.usefixtures("no_global_draws")
 
 
+def trains(name: str) -> bool:
+    """Whether the method has anything to exchange."""
+    return bool(method_of(name).exchanges())
+
+
 def test_the_file_system_is_the_registry():
     assert [name.partition(":")[2] for name in METHODS] == fedloom.methods.names()
     assert {name.partition(":")[2] for name in TOYS} == {"tally", "slim", "prompt", "stacked"}
@@ -59,7 +65,8 @@ def test_keeps_the_protocol_call_by_call(name: str, tmp_path: Path):
     free = start(tmp_path / "free", plain, evaluate_every=1)
     assert seen["state_sha256"] == free["state_sha256"], "calls that are repeated leave a trace"
     assert watched.seen["up"] == seen["bytes_up"] == free["bytes_up"]
-    assert sum(row["bytes_up"] for row in rows(tmp_path / "free")) == free["bytes_up"] > 0
+    assert sum(row["bytes_up"] for row in rows(tmp_path / "free")) == free["bytes_up"]
+    assert (free["bytes_up"] > 0) == trains(name)
     unnamed = watched.seen["uploads"] - set(plain.method.reveals)
     assert not unnamed, f"`reveals` says nothing of {unnamed}"
     assert free["rejected_updates"] == free["failed_clients"] == free["degraded_rounds"] == 0
@@ -71,7 +78,8 @@ def test_same_bits_whatever_carries_it_out(name: str, tmp_path: Path):
     assert start(tmp_path / "again", experiment(name))["state_sha256"] == first["state_sha256"]
     often = start(tmp_path / "often", experiment(name), evaluate_every=1, personal=False, checkpoint_every=0)
     assert often["state_sha256"] == first["state_sha256"]
-    assert start(tmp_path / "other", experiment(name, seed=1))["state_sha256"] != first["state_sha256"]
+    other = start(tmp_path / "other", experiment(name, seed=1))
+    assert (other["state_sha256"] != first["state_sha256"]) == trains(name)
     assert rows(tmp_path / "one") == rows(tmp_path / "again")
     assert rows(tmp_path / "one", "stage") == rows(tmp_path / "again", "stage")
 
@@ -86,7 +94,7 @@ def test_same_bits_with_two_processes(name: str, tmp_path: Path):
     assert two["accuracy_matrix"] == one["accuracy_matrix"]
     assert rows(tmp_path / "one") == rows(tmp_path / "two")
     assert rows(tmp_path / "one", "stage") == rows(tmp_path / "two", "stage")
-    assert slow.shared or slow.info["clients"] == 1, "the second process did nothing"
+    assert slow.shared or slow.info["clients"] == 1 or not trains(name), "the second process did nothing"
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -100,6 +108,13 @@ def test_resumes_from_any_round(name: str, tmp_path: Path):
     assert cut["state_sha256"] == whole["state_sha256"]
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     assert rows(tmp_path / "cut", "stage") == rows(tmp_path / "whole", "stage")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vision_language_models():
+    """Imported before a test begins: open_clip draws a global random number, which is not to be blamed on a method."""
+    with contextlib.suppress(ImportError):
+        import open_clip  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +153,16 @@ def test_same_bits_over_a_grid(name: str, tmp_path: Path, over_grid):
         assert digest(load_payload(one / last)) == digest(load_payload(two / last)) == second["state_sha256"]
 
 
+def planned(name: str) -> list[list[Any]]:
+    whole = experiment(name)
+    return [list(whole.method.plan(whole.plan.stage(k))) for k in range(whole.plan.num_stages)]
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_resumes_over_a_grid_from_any_checkpoint(name: str, tmp_path: Path, over_grid):
     whole = over_grid(tmp_path / "whole", experiment(name), checkpoint_keep=100)
     points = sorted((tmp_path / "whole" / "checkpoints").iterdir())
-    assert len(points) >= 6
+    assert len(points) == sum(max(1, len(trips)) for trips in planned(name))
     for k, point in enumerate(points):
         cut = shutil.copytree(tmp_path / "whole", tmp_path / str(k))
         for later in points[k + 1 :]:
@@ -192,7 +212,7 @@ def test_unseen_rows_keep_their_initial_values(name: str, tmp_path: Path):
         for (field, tensor), dim in whole.method.class_rows(ctx).items():
             a, b = (state[field][tensor].index_select(dim, ctx.unseen) for state in (first, server))
             assert torch.equal(a, b), f"{field}/{tensor} moved with {optimizer}"
-        assert digest(first) != digest(server)
+        assert (digest(first) != digest(server)) == trains(name)
 
 
 def test_fedprox_without_its_term_is_fedavg(tmp_path: Path):
@@ -230,6 +250,6 @@ def test_a_method_without_personal_views_predicts_alike_for_everybody(name: str,
         state = whole.method.init_client(ctx) if kept is None else kept
         return whole.method.predict(whole.method.send(server, client, ctx), state, x, ctx).detach().clone()
 
-    assert progress.served
+    assert bool(progress.served) == trains(name)
     for client in progress.served:
         assert torch.equal(scores(client), scores(None))

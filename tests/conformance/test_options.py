@@ -14,18 +14,35 @@ from pydantic import ValidationError
 import fedloom.methods
 from fedloom.config.options import schema
 from fedloom.core import ConfigError
+from toys.clip import ClipSpec
 from toys.federation import BlobSpec, experiment
+from toys.normed_experts import NormedExpertSpec
 from toys.running import rows, start
+from toys.token_mixture import TokenSpec
 from toys.weights_shared import SlidingSpec
 
 PLAN = {"num_clients": 3, "num_stages": 2, "rounds": 2, "per_class": 20, "cohort": 1.0}
-# methods some of whose options matter only where clients are away, channels form groups that differ, or after 50 rounds
+# methods some of whose options matter only where clients are away, channels form groups that differ, or late in a run
 PLANS: dict[str, dict[str, Any]] = {
+    "fedprox": {**PLAN, "spec": NormedExpertSpec()},
     "fedheal": {**PLAN, "cohort": 2},
     "fedfip": {**PLAN, "spec": BlobSpec(residual=True)},
     "dapperfl": {**PLAN, "spec": BlobSpec(residual=True)},
     "fdse": {**PLAN, "spec": BlobSpec(residual=True)},
+    "fedmoe": {**PLAN, "rounds": 3},
+    "fedalign_moe": {**PLAN, "spec": TokenSpec()},
     "prunefl": {**PLAN, "rounds": 26, "spec": SlidingSpec(6)},
+    "flex": {**PLAN, "spec": NormedExpertSpec()},
+    "pfl_moe": {**PLAN, "spec": NormedExpertSpec()},
+    "pfedmoap": {**PLAN, "spec": ClipSpec(joint=72)},
+    "fedduet": {**PLAN, "per_class": 12, "spec": ClipSpec(joint=256)},
+}
+# Of these options few values fit the toy.
+VALUES = {
+    ("fedduet", "pooled"): 64,
+    ("fedduet", "heads"): 4,
+    ("fedduet", "vocabulary"): "torchvision",
+    ("fedduet", "shared_width"): 8,
 }
 SAME = ("params_sha256", "state_sha256", "bytes_up", "bytes_down")
 
@@ -65,6 +82,27 @@ INERT: dict[tuple[str, str, Any], Inert] = {
     ),
     ("dapperfl", "alpha_min", 0.05): Inert("in four rounds the share does not fall so far", {"alpha": 0.0}),
     ("prunefl", "half_life", 5000.0): Inert("no share of the few weights changes within 52 rounds", {"half_life": 1.0}),
+    ("flex", "graft_examples", 513): Inert(
+        "no client holds so many examples", {}, {"per_class": 180, "num_clients": 1, "num_stages": 1, "rounds": 1}
+    ),
+    ("fedalign_moe", "alpha_min", 0.025): Inert("no overlap is so small", {"alpha": "omega"}),
+    ("fedalign_moe", "stats_max_batches", 17): Inert(
+        "no client holds so many batches", {}, {"per_class": 180, "num_clients": 1, "num_stages": 1, "rounds": 1}
+    ),
+    ("fedalign_moe", "stats_share", 0.175): Inert("of three batches either is one", {}, {"per_class": 80}),
+    ("fedalign_moe", "quantile", "*"): Inert("of another threshold than the default", {"threshold": "quantile"}),
+    ("fedalign_moe", "threshold_decay", "*"): Inert("of another threshold than the default", {"threshold": "ema"}),
+    ("fedalign_moe", "tau_s", "*"): Inert("of another threshold than the default", {"threshold": "const"}),
+    ("fedalign_moe", "tau_d", "*"): Inert("of another threshold than the default", {"threshold": "const"}),
+    ("fedalign_moe", "mu_noise", "*"): Inert("refused without a largest norm", {"mu_clip": 1.0}),
+    ("moafcl", "cluster_every", 12): Inert("a run has two stages", {"cluster_every": 1}),
+    ("moe_adapters", "top_k", 3): Inert("there are two experts", {"experts": 3}),
+    ("fedduet", "explore", 0.05): Inert("no draw of so few lies between 0.05 and 0.1", {"explore": 0.9}),
+    ("fedduet", "noise", "laplace"): Inert("without noise its kind is all one", {"noise_sigma": 1.0}),
+    ("fedduet", "train", "alternate"): Inert("two rounds are one of each kind either way", {}, {"rounds": 3}),
+    ("pfedmoap", "choose", "random"): Inert("three clients are sent the prompts of all others", {"experts": 2}),
+    ("pfedmoap", "experts", 11): Inert("three clients are sent the prompts of all others", {"experts": 2}),
+    ("pfedmoap", "pooled", 129): Inert("either takes the joint width, 72, whole", {"pooled": 24}),
     ("replay", "memory", 101): Inert("shared among 3 or 6 classes, one example more is none per class", {"memory": 6}),
 }
 
@@ -84,6 +122,8 @@ class Flip(NamedTuple):
 
 def alternatives(name: str, option: str) -> list[Any]:
     """Other valid values of an option: every word of a choice, the other boolean, one of every other type."""
+    if (name, option) in VALUES:
+        return [VALUES[name, option]]
     model = schema(name)
     field = model.model_fields[option]
     members = _members(field.annotation)

@@ -77,9 +77,11 @@ class Watched(Method):
 
     def _work(self, work: Any, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
         before = digest(down), digest(state), repr(self.inner)
+        draws = torch.get_rng_state()  # the engine seeds it for this work: dropout and noise draw from it
         update = work(down, state, data, ctx)
         assert (digest(down), digest(state), repr(self.inner)) == before, "client work is not pure"
         first = digest(update.up), digest(update.state)
+        torch.set_rng_state(draws)
         again = work(down, state, data, ctx)
         assert (digest(again.up), digest(again.state)) == first, "the same work gave another result"
         assert (digest(update.up), digest(update.state)) == first, "a second call wrote into the result of the first"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given
@@ -100,6 +102,12 @@ def test_is_finite_for_types_that_torch_cannot_sum(dtype: torch.dtype):
     plain = torch.float16 if dtype.is_complex else dtype
     good, bad = (torch.tensor([1.0, last, 1.0, 1.0]).to(plain).view(dtype) for last in (2.0, float("nan")))
     assert is_finite(good) and is_finite(good[:0]) and not is_finite(bad)
+
+
+def test_is_finite_whatever_an_earlier_call_of_the_c_library_left_behind():
+    library = ctypes.CDLL(None)
+    library.strtod(b"1e999", None)  # sets errno, by which abs() of a complex NaN fails
+    assert not is_finite(torch.tensor([float("nan")]))
 
 
 def test_structure_is_checked_in_words():

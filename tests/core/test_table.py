@@ -22,6 +22,7 @@ def test_a_table_holds_numbers_where_its_labels_say():
         ({"rows": "ab"}, "lists of labels and values"),
         ({"axes": ("client",)}, "two axes"),
         ({"axes": ("client", [])}, "texts for its words"),
+        ({"group": 1}, "texts for its words"),
         ({"rows": [0, {}]}, "texts or ids for its labels"),
     ],
 )

@@ -114,7 +114,7 @@ class Stream(torch.utils.data.IterableDataset):
         ((np.zeros((2, 2)), [None, 1]), "got None"),
         ((np.zeros((2, 2)), np.eye(2)), r"y.argmax\(1\)"),
         ((np.zeros(4), [0, 1, 0, 1]), "inputs must be"),
-        ((np.array(["a", "b"]), [0, 1]), "inputs must be numbers"),
+        ((np.array(["2020", "2021"], "M8[Y]"), [0, 1]), "inputs must be numbers or texts"),
         ((np.zeros((2, 2)), [0, 1]), "one example per class"),
         ((np.zeros((4, 2)), [0, 1, 0, 1], np.zeros((2, 3)), [0, 1]), "same shape"),
         ((np.zeros((2, 2)), [0, 1], np.zeros((2, 2)), ["a", "b"]), "of one kind"),

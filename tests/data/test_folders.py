@@ -1,5 +1,7 @@
 """Folders whose first level is the domain and whose second is the class."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -112,3 +114,13 @@ def test_unreadable_layouts_are_refused(fill, tmp_path):
         load_source(f"folder:{tmp_path / 'empty'}", domain="folders")
     with pytest.raises(DataError, match=r"data.domain must be 'folders' .* got 'style'"):
         load_source(f"folder:{tmp_path / 'flat'}", domain="style")
+
+
+def test_names_of_folders_must_be_text_and_those_of_pictures_need_not(fill, tmp_path):
+    fill("a")
+    fill("b")
+    os.rename(os.fsencode(tmp_path / "a" / "0.png"), os.fsencode(tmp_path / "a") + b"/\xff.png")
+    assert load_source(f"folder:{tmp_path}").class_names == ("a", "b")
+    os.rename(os.fsencode(tmp_path / "b"), os.fsencode(tmp_path) + b"/b\xff")
+    with pytest.raises(DataError, match=r"the name of folder '.*b\\udcff' is no UTF-8 text; rename it"):
+        load_source(f"folder:{tmp_path}")

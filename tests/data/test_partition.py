@@ -13,6 +13,7 @@ from fedloom.data.partition import (
     Shared,
     check_clients,
     make_partition,
+    on_domains,
     partition_task,
 )
 from fedloom.data.quantity_label import QuantityLabel
@@ -84,6 +85,32 @@ def test_balanced_dirichlet_closes_full_clients():
     plain = [Dirichlet(1e-3, variant="plain")._draw([np.arange(10), np.arange(10, 20)], 20, 4, np.random.default_rng(s))
              for s in range(20)]  # fmt: skip
     assert any(len(np.unique(p)) == 1 for p in plain)
+
+
+def test_dirichlet_by_domain_deals_out_domains_whatever_the_classes():
+    rng = np.random.default_rng(0)
+    y, domains = rng.integers(0, 4, 3000), rng.integers(0, 30, 3000)
+    rule, _ = make_partition("dirichlet", {"alpha": 0.1, "by": "domain", "variant": "plain", "min_size": 10})
+    names = [str(k) for k in range(30)]
+    of_task, notes = on_domains(rule, domains, names, 10, 0)
+    parts, _ = of_task(np.arange(3000)).split(y, 10, 5)
+    alone, _ = Dirichlet(0.1, 10, "plain").split(domains, 10, 5)
+    assert notes == [] and all(np.array_equal(*pair) for pair in zip(held(parts), held(alone), strict=True))
+    assert sorted(np.concatenate(held(parts)).tolist()) == list(range(3000))
+    counts = np.stack([np.bincount(domains[rows], minlength=30) for rows in held(parts)])
+    assert counts.sum(1).min() >= 10 and (counts.max(0) / counts.sum(0)).mean() > 0.6
+    shares = np.stack([np.bincount(y[rows], minlength=4) / len(rows) for rows in held(parts) if len(rows) > 200])
+    assert np.abs(shares - 0.25).max() < 0.12  # classes are as in the whole
+    with pytest.raises(DataError, match=r"partition.kind 'dirichlet' by domain deals out domains, but the data"):
+        on_domains(rule, None, [], 10, 0)
+
+
+@pytest.mark.parametrize("alpha, low, high", [(0.1, 0.6, 0.9), (1.0, 0.2, 0.45), (1000.0, 0.1, 0.12)])
+def test_the_largest_share_of_a_class_falls_as_alpha_rises(alpha, low, high):
+    y = np.repeat(np.arange(50), 200)
+    parts, _ = Dirichlet(alpha, 10, "plain").split(y, 10, 0)
+    counts = np.stack([np.bincount(y[rows], minlength=50) for rows in held(parts)])
+    assert low < (counts.max(0) / 200).mean() < high and counts.sum() == len(y)
 
 
 def test_dirichlet_mean_share_is_equal_for_every_client():
@@ -192,6 +219,7 @@ def test_partition_task_maps_to_rows_of_the_source():
         ("dirichlet", {"alpha": float("nan")}, "above 0, got nan"),
         ("dirichlet", {"min_size": -1}, "partition.min_size must be an integer of at least 0"),
         ("dirichlet", {"variant": "balancd"}, "Did you mean 'balanced'"),
+        ("dirichlet", {"by": "domains"}, "partition.by must be class or domain, got 'domains'. Did you mean 'domain'"),
         ("quantity_label", {"alpha_q": 0}, "partition.alpha_q must be an integer of at least 1, got 0"),
         ("quantity_label", {"qli_mode": "pilora"}, "pilora_shards"),
         ("quantity_label", {"shard_fraction": 1.5}, "must be in"),

@@ -11,11 +11,11 @@ from torch import nn
 from fedloom.core import Batches, ConfigError, Forward, PayloadError, Stage
 from fedloom.core.payload import digest
 from fedloom.core.seeds import seeded
-from fedloom.local import SGD, AdamW, LocalSGD, Phase
-from fedloom.local.sgd import clip
+from fedloom.local import SGD, AdamW, LocalSGD, Phase, Schedule
+from fedloom.local.sgd import Group, clip
 from fedloom.local.terms import CrossEntropy
 from fedloom.models.checkpointing import set_checkpointing
-from local.blobs import context, data
+from local.blobs import context, data, plain_loop
 from toys.federation import BlobSpec
 
 
@@ -143,6 +143,69 @@ def test_phases_move_only_what_they_name_and_count_epochs_on():
 
 def test_one_phase_over_all_is_no_phase():
     assert same(run(LocalSGD(phases=(Phase(),))), run(LocalSGD()))
+
+
+def test_two_groups_in_the_same_steps_are_two_optimisers_of_torch():
+    ctx, batches = context(), data(20)
+    head = Group(("head.*",), SGD(lr=0.05, weight_decay=0.1))
+    loop = LocalSGD(
+        SGD(lr=0.2, momentum=0.9), Schedule("cosine", per="step"), epochs=2, batch_size=8, clip_norm=0.5, groups=(head,)
+    )
+    end = run(loop, ctx, batches)
+    module = BlobSpec().classifier()
+    body = torch.optim.SGD(module.body.parameters(), lr=0.2, momentum=0.9)
+    slow = torch.optim.SGD(module.head.parameters(), lr=0.05, weight_decay=0.1)
+
+    class Both:
+        taken = 0
+
+        def zero_grad(self):
+            module.zero_grad()
+
+        def step(self):
+            body.param_groups[0]["lr"] = 0.2 * loop.schedule.factor(ctx, self.taken, 6)
+            body.step()
+            slow.step()
+            self.taken += 1
+
+    def loss_of(module, batch):
+        logits = module(batch.x)["logits"]
+        return nn.functional.cross_entropy(logits + ctx.class_mask("seen"), batch.y)
+
+    frozen = ctx.init_state()["params"]
+    plain_loop(module, batches, Both(), loss_of, epochs=2, clip=0.5)
+    for name, tensor in module.named_parameters():
+        wanted = torch.cat([tensor[:3], frozen[name][3:]]) if name.startswith("head.") else tensor
+        torch.testing.assert_close(end.params[name], wanted.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_group_that_names_a_parameter_moves_it():
+    still, fast = SGD(lr=1e-30), SGD(lr=0.1)
+    start = context().init_state()["params"]
+    groups = (Group(("head.bias",), fast), Group(("head.*", "body.*"), still))
+    end = run(LocalSGD(still, groups=groups))
+    assert [n for n in start if not torch.allclose(end.params[n], start[n], rtol=0, atol=1e-12)] == ["head.bias"]
+
+
+def test_a_group_of_all_is_no_group_and_one_that_rests_in_a_phase_is_no_error():
+    schedule = Schedule("cosine", per="step")
+    assert same(
+        run(LocalSGD(AdamW(), groups=(Group(("*",), SGD(lr=0.1), schedule),))), run(LocalSGD(SGD(0.1), schedule))
+    )
+    grouped = LocalSGD(SGD(lr=0.1), phases=(Phase(("body.*",)),), groups=(Group(("head.*",), AdamW()),))
+    assert same(run(grouped), run(replace(grouped, groups=())))
+
+
+def test_weight_decay_of_a_group_moves_no_row_that_has_not_arrived():
+    ctx, start = context(seen=(0, 1)), context().init_state()["params"]
+    end = run(LocalSGD(SGD(), groups=(Group(("head.*",), AdamW(lr=0.1, weight_decay=0.5)),)), ctx, data(classes=2))
+    assert torch.equal(end.params["head.weight"][2:], start["head.weight"][2:])
+    assert not torch.equal(end.params["head.weight"][:2], start["head.weight"][:2])
+
+
+def test_a_group_that_names_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"no parameter matches the names \('fusion\.\*',\) of a group"):
+        run(LocalSGD(groups=(Group(("fusion.*",), SGD()),)))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Spy:
     terms: tuple = ()
     decisions: tuple = ()
 
-    def __call__(self, down, data, ctx):
+    def __call__(self, down, data, ctx, ref=None):
         batches = list(data.epoch(batch_size=10))
         x, y = data.stored(torch.arange(len(data)))
         metrics = {"visits": sum(len(batch.y) for batch in batches), "x": x, "y": y}

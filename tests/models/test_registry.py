@@ -12,7 +12,8 @@ from fedloom.models import NetworkSpec, backbone, names
 from fedloom.models.resnet import ResNet
 
 SHAPES = {"linear": (5,), "mlp": (2, 4, 4), "digits_cnn": (1, 8, 8)}
-OWN = [name for name in names() if "/" not in name]
+TEXTS = ("switch_encoder", "moe_decoder")  # see moe_lm/
+OWN = [name for name in names() if "/" not in name and name not in (*TEXTS, "clip_small")]  # see clip/
 SMALL = ["mlp", "small_cnn", "digits_cnn", "resnet8", "resnet8_gn"]
 
 

@@ -77,3 +77,9 @@ def test_what_is_not_zero_is_counted_and_what_is_never_pruned_in_any_case():
         module.body.fc.weight[0, :5] = 1.0
         module.head.weight.zero_()
     assert nonzero_parameters(module) == whole - 8 * 12 + 5
+
+
+def test_a_network_that_reads_no_tensor_of_zeros_is_refused_in_words():
+    module = NetworkSpec("mlp", 3, (4,)).classifier()
+    with pytest.raises(ConfigError, match=r"operations of Classifier cannot be counted.*set time=uniform"):
+        by_macs(module, (5,))

@@ -75,6 +75,8 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
             r"'layers\.0\.0\.bias'.*\(3,\), the network needs \(128,\)",
         ),
     }
+    cases["nan"] = good | {"layers.0.0.bias": torch.full((128,), torch.nan)}, r"not finite in 'layers\.0\.0\.bias'"
+    cases["whole"] = good | {"layers.0.0.bias": torch.zeros(128).int()}, r"whole numbers \(int32\) in 'layers\.0\.0\.b"
     for name, (state, message) in cases.items():
         save_file(state, tmp_path / name)
         path = (tmp_path / name).rename(tmp_path / f"{name}.safetensors")

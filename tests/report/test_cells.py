@@ -1,6 +1,6 @@
 import pytest
 
-from fedloom.report.cells import MOST, domain_cells, fact_cells
+from fedloom.report.cells import MOST, MOST_MAPS, domain_cells, fact_cells, fact_groups
 from fedloom.report.record import RunRecord
 
 PARTITION = {
@@ -36,22 +36,22 @@ def test_one_column_is_drawn_as_bars_in_per_cent(tmp_path):
     (found,) = drawn(tmp_path, table())
     assert (found.kind, found.title, found.head, found.note) == ("bars", "Shares", ["group", "share"], "Of all.")
     assert texts(found) == [["stem", "25.0 %"], ["body", "–"]]
-    assert [cell.ink for _, (cell,) in found.rows] == ["0.250", ""]
+    assert [cell.style for _, (cell,) in found.rows] == ["--v:0.250", ""]
 
 
 def test_bars_above_one_are_measured_by_the_longest(tmp_path):
     (found,) = drawn(tmp_path, table(values=[[5.0], [20.0]]))
     assert texts(found) == [["stem", "5"], ["body", "20"]]
-    assert [cell.ink for _, (cell,) in found.rows] == ["0.250", "1.000"]
+    assert [cell.style for _, (cell,) in found.rows] == ["--v:0.250", "--v:1.000"]
 
 
 def test_several_columns_are_shaded_from_the_smallest_to_the_largest(tmp_path):
     (found,) = drawn(tmp_path, table(columns=["a", "b"], values=[[-0.5, 0.5], [None, 0.0]]))
     assert found.kind == "heat" and found.note == "Of all. Faintest: -0.50, strongest: 0.50."
     assert texts(found) == [["stem", "−0.50", "0.50"], ["body", "–", "0.00"]]
-    assert [[cell.ink for cell in row] for _, row in found.rows] == [["0.100", "1.000"], ["", "0.550"]]
+    assert [[cell.style for cell in row] for _, row in found.rows] == [["--v:0.100", "--v:1.000"], ["", "--v:0.550"]]
     (same,) = drawn(tmp_path, table(columns=["a", "b"], values=[[1.0, 1.0], [1.0, 1.0]]))
-    assert {cell.ink for _, row in same.rows for cell in row} == {"1.000"}
+    assert {cell.style for _, row in same.rows for cell in row} == {"--v:1.000"}
 
 
 def test_clients_stand_by_their_main_domain_and_domains_have_names(tmp_path):
@@ -115,3 +115,44 @@ def test_domains_are_drawn_with_their_spread(tmp_path):
     assert domain_cells(RunRecord(tmp_path, summary={**summary, **same})).head == ["domain", "global view"]
     for nothing in ({}, {"domain_accuracy": None}, {"domain_accuracy": [1]}):
         assert domain_cells(RunRecord(tmp_path, summary=nothing)) is None
+
+
+def layer(k, values, **changes):
+    rows, columns = list(range(len(values))), list(range(len(values[0])))
+    whole = {"title": f"Routing, layer {k}", "axes": ["client", "expert"], "rows": rows, "columns": columns}
+    return {**whole, "values": values, "note": "Means over tokens.", "group": "Routing", **changes}
+
+
+def test_tables_of_a_group_are_maps_with_one_scale(tmp_path):
+    tables = [layer(0, [[0.0, 0.5], [None, 0.25]]), table(), layer(1, [[1.0, 0.0005]])]
+    record = RunRecord(tmp_path, facts={"tables": tables})
+    assert [cells.title for cells in fact_cells(record)] == ["Shares"]
+    (group,) = fact_groups(record)
+    first, second = group.maps
+    assert (group.title, first.title, second.title) == ("Routing", "layer 0", "layer 1")
+    assert [cell.style for _, row in first.rows for cell in row] == ["--v:0.100", "--v:0.550", "", "--v:0.325"]
+    assert [cell.style for _, row in second.rows for cell in row] == ["--v:1.000", "--v:0.100"]
+    assert texts(second) == [["0", "1", "0.0005"]] and first.head == ["client \\ expert", "0", "1"]
+    assert group.note == (
+        "A row per client, a column per expert. Means over tokens. Faintest: 0, strongest: 1; a cell tells its value "
+        "to the pointer."
+    )
+
+
+def test_groups_come_in_their_order_and_clients_of_one_domain_side_by_side(tmp_path):
+    other = layer(0, [[0.1], [0.2]], group="Margin", title="first", rows=[0, 1])
+    record = RunRecord(tmp_path, facts={"tables": [other, layer(0, [[0.5]])]}, partition=PARTITION)
+    margin, routing = fact_groups(record)
+    assert (margin.title, routing.title) == ("Margin", "Routing")
+    assert [label for label, _ in margin.maps[0].rows] == ["1 · photo", "0 · sketch"]
+    assert [row[0].text for _, row in margin.maps[0].rows] == ["0.2", "0.1"]
+
+
+def test_of_a_large_group_some_maps_at_even_distances_are_drawn(tmp_path):
+    tables = [layer(k, [[float(k)] * 50]) for k in range(24)]
+    (group,) = fact_groups(RunRecord(tmp_path, facts={"tables": tables}))
+    assert [found.title for found in group.maps] == [f"layer {k}" for k in range(0, 24, 2)]
+    assert len(group.maps) == MOST_MAPS and len(group.maps[0].head) == 1 + MOST
+    assert "12 of 24 tables are shown, at even distances." in group.note
+    assert "40 of 50 experts are shown, at even distances." in group.note
+    assert "strongest: 22;" in group.note, "of what is drawn"

@@ -22,6 +22,10 @@ def interval(mean, half=None, values=None):
     return {"mean": mean, "std": None, "low": low, "high": high, "n": len(values), "values": values}
 
 
+def outcome(p, better=False, n=3):
+    return {"difference": 0.1, "p_t": p and p / 2, "p_holm": p, "p_wilcoxon": 0.25, "better": better, "n": n}
+
+
 def entry(key, accuracy, *, seeds=3, half=0.012, p=None, missing=None, **metrics):
     values = {str(seed): accuracy for seed in range(seeds) if str(seed) not in (missing or {})}
     costs = {"bytes_up": 1_234_567, "sample_visits": 14380, "parameters": 90668, "active_parameters": 64280}
@@ -33,7 +37,8 @@ def entry(key, accuracy, *, seeds=3, half=0.012, p=None, missing=None, **metrics
             "final_accuracy": interval(accuracy, half if len(values) > 1 else None, values),
             **{name: interval(value, values=dict.fromkeys(values, value)) for name, value in (costs | metrics).items()},
         },
-        "tests": {} if p is None else {"final_accuracy": {"difference": 0.1, "p_t": p, "p_wilcoxon": 0.25, "n": 3}},
+        "tests": {} if p is None else {"final_accuracy": outcome(p)},
+        "ranks": {},
     }
 
 
@@ -112,7 +117,7 @@ def test_tiny_p_values_are_bounds():
 def test_notes_say_how_to_read_the_numbers():
     first, second, third = report.notes(content())
     assert "half of the 95 % Student-t interval" in first
-    assert "paired t-test of final accuracy against a|b" in second and "not corrected" in second
+    assert second == "p: two-sided paired t-test of final accuracy against a|b over the seeds of both."
     assert third == "Sample visits are equal for all."
     one = content(seeds=1, methods={"a|b": entry(KEYS["a|b"], 0.5, seeds=1)})
     assert report.grid(one)[1][2] == "50.0"
@@ -128,22 +133,92 @@ def test_notes_say_how_to_read_the_numbers():
     assert report.notes(content(settings={})) == report.notes(content())
 
 
+def test_marks_and_corrections_are_told_where_there_are_any():
+    many = {f"m{k}": entry("c" * 64, 0.5, p=p) for k, p in enumerate((0.01, 0.2))}
+    many["m0"]["tests"]["final_accuracy"]["better"] = True
+    found = content(methods={"a|b": entry(KEYS["a|b"], 0.6), **many})
+    assert [row[3] for row in report.grid(found)[1:]] == ["–", "0.010 *", "0.200"]
+    told = next(line for line in report.notes(found) if line.startswith("p:"))
+    assert told.endswith("over the seeds of both, corrected for 2 tests (Holm). *: better than a|b, p below 0.05.")
+    many["m0"]["tests"]["final_accuracy"] |= {"n": 2}
+    assert report.grid(found)[2][3] == "–", "too few seeds have neither p nor mark"
+
+
+def test_mean_ranks_have_a_column_and_a_note():
+    first, second = ({**entry(k * 64, 0.5), "ranks": {"final_accuracy": r}} for k, r in (("a", 1.25), ("b", 1.75)))
+    found = content(methods={"x": first, "y": second})
+    head, *cells = report.grid(found)
+    assert [row[head.index("Mean rank")] for row in cells] == ["1.25", "1.75"]
+    told = "Mean rank: by final accuracy on each seed that all have; 1 is the best"
+    assert f"{told}." in report.notes(found)
+    assert f"{told}, the lowest." in report.notes({**found, "lower_is_better": True})
+    assert [row["final_accuracy_rank"] for row in report.rows(found)] == [1.25, 1.75]
+    lines = list(csv.DictReader(io.StringIO(report.csv_text(found))))
+    assert {(line["label"], line["mean_rank"]) for line in lines} == {("x", "1.25"), ("y", "1.75")}
+
+
+def test_costs_of_a_run_are_columns_where_they_are_known():
+    costs = {"train_flops": 1.54e12, "own_peak_rss_bytes": 3 * 2**29}
+    head, first, second = report.grid(content(methods={"x": entry("a" * 64, 0.5, **costs), "y": entry("b" * 64, 0.5)}))
+    shown = [dict(zip(head, row, strict=True)) for row in (first, second)]
+    assert [row["Training FLOPs"] for row in shown] == ["1.54 T", "–"]
+    assert [row["Peak memory"] for row in shown] == ["1.5 GiB", "–"]
+
+
+def test_a_comparison_from_before_corrections_is_still_read(tmp_path):
+    old = content()
+    for one in old["methods"].values():
+        del one["ranks"]
+        for test in one["tests"].values():
+            del test["p_holm"], test["better"]
+    (tmp_path / "compare.json").write_text(json.dumps(old))
+    assert not any("p of" in head for head in report.grid(report.read_comparison(tmp_path))[0])
+
+
+def test_the_runs_of_a_setting_are_beside_its_folder(tmp_path):
+    found = content(runs_folder="../runs")
+    assert set(report.run_folders(tmp_path, found).values()) >= {tmp_path / "../runs" / ("a" * 63 + "0")}
+    (tmp_path / "compare.json").write_text(json.dumps(content(runs_folder="/etc")))
+    with pytest.raises(ConfigError, match=r"compare.json' is damaged \(its runs are in none of runs, ../runs\)"):
+        report.read_comparison(tmp_path)
+
+
+def test_the_table_for_a_paper_is_escaped():
+    label = "my_own+a=50%&b[*]"
+    found = content(
+        title="Comparison of_2", methods={label: entry("a" * 64, 0.5), "slow": entry("b" * 64, 0.4, p=0.01)}
+    )
+    made = report.latex({**found, "reference": label})
+    lines = made.splitlines()
+    assert lines[1:3] == [r"\begin{table}", r"  \centering"] and lines[-1] == r"\end{table}"
+    assert lines[3].startswith(r"  \caption{Comparison of\_2, quickstart (sklearn/digits). Accuracies in per cent")
+    head = next(line for line in lines if line.startswith("    Method"))
+    assert head.startswith(
+        r"    Method & Seeds & Final accuracy, \% & p of final accuracy against my\_own+a=50\%\&b{[}{*}] &"
+    )
+    row = next(line for line in lines if line.startswith("    my"))
+    assert row == r"    my\_own+a=50\%\&b{[}{*}] & 3 & 50.0 $\pm$ 1.2 & -- & 1.23 & 14\,380 & 90\,668 (64\,280) \\"
+    assert {len(re.findall(r"(?<!\\)&", line)) for line in (head, row)} == {6} and "{lrrrrrr}" in made
+
+
 def test_fewer_than_three_common_seeds_have_no_p():
     few = entry(KEYS["slow"], 0.5, p=0.0001)
     few["tests"]["final_accuracy"]["n"] = 2
     two = content(methods={"a|b": entry(KEYS["a|b"], 0.6), "slow": few})
     assert not any("p of" in head for head in report.grid(two)[0])
     assert not any(line.startswith("p:") for line in report.notes(two))
-    assert report.rows(two)[1]["final_accuracy_p"] is None
+    assert report.rows(two)[1]["final_accuracy_p"] is report.rows(two)[1]["final_accuracy_p_holm"] is None
+    lines = list(csv.DictReader(io.StringIO(report.csv_text(two))))
+    assert {(line["p_t"], line["p_holm"]) for line in lines} == {("", "")}, "in no form of the table"
     few["tests"]["final_accuracy"]["n"] = 3
-    assert report.grid(two)[2][3] == "< 0.001" and report.rows(two)[1]["final_accuracy_p"] == 0.0001
+    assert report.grid(two)[2][3] == "< 0.001" and report.rows(two)[1]["final_accuracy_p_holm"] == 0.0001
 
 
 def with_test(key, p, reference=None, **changes):
     """Two methods with tests of two results; the first is the reference."""
     known = {"domain_mean": 0.5, "domain_std": 0.02, "domain_worst": 0.4, "personal_domain_mean": 0.5}
     slow = entry(KEYS["slow"], 0.5, p=0.0321, **known)
-    slow["tests"][key] = {"difference": 0.1, "p_t": p, "p_wilcoxon": 0.25, "n": 3}
+    slow["tests"][key] = outcome(p)
     return content(methods={"a|b": reference or entry(KEYS["a|b"], 0.6, **known), "slow": slow}, **changes)
 
 
@@ -161,7 +236,10 @@ def test_the_metric_is_the_one_whose_test_is_shown():
     assert second[head.index("p of final accuracy against a|b")] == "0.032" and "own views" not in "".join(head)
     assert report.grid({**usual, "metric": "final_accuracy"}) == report.grid(usual)
     assert report.rows(found) == report.rows(usual), "numbers are those of every metric"
-    assert report.rows(found)[1]["final_accuracy_p"] == 0.0321 and report.csv_text(found) == report.csv_text(usual)
+    assert report.rows(found)[1]["final_accuracy_p_holm"] == 0.0321
+    ours, theirs = (list(csv.DictReader(io.StringIO(report.csv_text(one)))) for one in (found, usual))
+    assert {key for a, b in zip(ours, theirs, strict=True) for key in a if a[key] != b[key]} == {"p_t", "p_holm"}
+    assert (ours[-1]["p_holm"], theirs[-1]["p_holm"]) == ("0.0004", "0.0321")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +254,7 @@ def test_the_metric_is_the_one_whose_test_is_shown():
 )
 def test_a_metric_without_a_column_of_its_own_gets_one(metric, head, cell, words):
     slow = entry(KEYS["slow"], 0.5, **{metric: 0.25})
-    slow["tests"] = {metric: {"difference": 0.1, "p_t": 0.5, "p_wilcoxon": 0.25, "n": 3}}
+    slow["tests"] = {metric: outcome(0.5)}
     heads, row = report.grid(content(methods={"slow": slow}, reference="x", metric=metric))
     assert heads.count(head) == 1 and row[heads.index(head)] == cell
     assert row[heads.index(f"p of {words} against x")] == "0.500"
@@ -255,7 +333,7 @@ def test_options_that_share_only_a_name_are_not_compared_between_methods(option)
 
 
 def test_pooled_data_are_told():
-    told = "joint pools the data of all clients: a reference, not a federation; it has no traffic."
+    told = "joint pools the data of all clients: a reference, not a federation; it has no traffic and no rank."
     pooled = {"fedavg": entry("a" * 64, 0.5), "joint": {**entry("b" * 64, 0.5), "pooled": True}}
     assert [line for line in report.notes(content(methods=pooled)) if "pools" in line] == [told]
 
@@ -311,7 +389,8 @@ def test_a_narrow_terminal_gets_more_tables_and_no_number_less(width, parts):
 def test_rows_hold_plain_numbers():
     first, second = report.rows(content())
     assert first["label"] == "a|b" and first["seeds"] == 3 and first["final_accuracy"] == 0.6333
-    assert second["final_accuracy_p"] == 0.0321 and second["final_accuracy_high"] == pytest.approx(0.512)
+    assert (second["final_accuracy_p"], second["final_accuracy_p_holm"]) == (0.01605, 0.0321)
+    assert second["final_accuracy_high"] == pytest.approx(0.512)
 
 
 def test_csv_has_one_line_per_run_with_raw_numbers():
@@ -325,14 +404,27 @@ def test_csv_has_one_line_per_run_with_raw_numbers():
     assert [line["state"] for line in csv.DictReader(io.StringIO(begun))] == ["done", "unfinished", "failed"]
 
 
+def test_perplexity_is_no_per_cent_and_can_be_what_is_tested():
+    tests = {"measures.perplexity": outcome(0.02, better=True)}
+    other = {**entry("b" * 64, 0.5, **{"measures.accuracy_norm": 0.25}), "tests": tests}
+    other["metrics"]["measures.perplexity"] = interval(812.345, 12.5)
+    methods = {"fedavg": entry("a" * 64, 0.5, **{"measures.perplexity": 900.0}), "other": other}
+    found = content(methods=methods, metric="measures.perplexity", reference="fedavg")
+    head, first, second = report.grid(found)
+    shown = [dict(zip(head, row, strict=True)) for row in (first, second)]
+    assert [row["Perplexity"] for row in shown] == ["900", "812.3 ± 12.5"]
+    assert [row["Final accuracy, length-normalised, %"] for row in shown] == ["–", "25.0"]
+    assert shown[1]["p of perplexity against fedavg"] == "0.020 *"
+
+
 def test_the_documentation_names_every_column():
     page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
-    told = re.findall(r"`(\w+)`", page.partition("## The folder")[2].partition("## From Python")[0])
+    told = re.findall(r"`([\w.]+)`", page.partition("## The folder")[2].partition("## From Python")[0])
     fixed = report.csv_text(content(methods={})).strip().split(",")
     assert [column for column in (*fixed, *MEASURES) if column not in told] == []
     assert "domain_accuracy[NAME]" in page
     every = {key: interval(0.5) for key in (*MEASURES, "domain_accuracy[NAME]")}
-    full = {**entry("a" * 64, 0.5, p=0.5), "metrics": every}
+    full = {**entry("a" * 64, 0.5, p=0.5), "metrics": every, "ranks": {"final_accuracy": 1.5}}
     table = page.partition("## The table")[2].partition("`63.3 ± 1.2`")[0]
     for head in report.grid(content(methods={"a|b": full}))[0][2:]:
         assert head.partition(",")[0].partition(" against")[0] in table, head
@@ -345,24 +437,9 @@ def test_the_report_of_a_comparison_shows_its_table_and_its_runs(tmp_path, write
     for key in ("a" * 63 + "0", "b" * 63 + "0"):
         write_run(tmp_path / "runs" / key, stages=2, rounds=1)
     page = write_report([tmp_path], tmp_path / "report.html").read_text()
-    assert "Comparison of 2 methods, quickstart (sklearn/digits)" in page and "2 runs compared" in page
+    assert "Comparison of 2 methods, quickstart (sklearn/digits)" in page
     assert "Domain &lt;art&gt;, %" in page and "37.5" in page
-    assert "<h2>full, seed 0</h2>" in page and "<h2>top1, seed 0</h2>" in page
     assert "Missing: top1, seed 1; it has not been run yet." in page
-    both = write_report([tmp_path, tmp_path / "runs" / ("a" * 63 + "0")], tmp_path / "both.html").read_text()
-    assert "3 runs compared" in both
-    assert "Accuracy against" not in page, "both send as much"
-
-
-def test_the_report_of_a_comparison_shows_accuracy_against_costs(tmp_path, write_run):
-    cheap, dear = (entry(key * 64, 0.5, flops_per_example=cost) for key, cost in (("a", 1e6), ("b", 1e9)))
-    (tmp_path / "compare.json").write_text(json.dumps(content(methods={"<cheap>": cheap, "dear": dear})))
-    for key in "ab":
-        for seed in range(3):
-            write_run(tmp_path / "runs" / f"{key * 63}{seed}", stages=1, rounds=1)
-    page = write_report([tmp_path], tmp_path / "report.html").read_text()
-    assert page.count("Accuracy against operations</text>") == 1 and "Accuracy against traffic" not in page
-    assert "</svg>&lt;cheap&gt;</li>" in page and "</svg>dear</li>" in page
 
 
 def test_runs_that_two_labels_share_are_shown_once(tmp_path):

@@ -1,12 +1,15 @@
 import json
+import os
 import re
 from html.parser import HTMLParser
 
 import pytest
+from scipy import stats
 
 from fedloom.core.errors import ConfigError
-from fedloom.report.html import flatten, run_names, write_report
-from fedloom.report.record import RunRecord
+from fedloom.evaluate.comparison import budget, compared
+from fedloom.report import html
+from fedloom.report.html import write_report
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -49,7 +52,7 @@ def test_a_run_on_one_page(tmp_path, write_run):
     text, page = page_of([folder], folder / "report.html")
     for shown in ("71.2 %", "80.1 %", "22.3 pp", "−21.3 pp", "34.2 s", "512 MiB", "experts: 4", "2.14.1", ">2.2<"):
         assert shown in text
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 4
     assert "not recorded" not in text
     assert not (folder / "report.html.partial").exists()
 
@@ -177,7 +180,7 @@ def test_accuracy_inside_stages_is_shown(tmp_path, write_run):
     text, page = page_of([folder], tmp_path / "report.html")
     assert '<th scope="col">accuracy</th>' in text
     assert "<td>12.3 %</td>" in text
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 5
 
 
 def with_domains(folder):
@@ -199,7 +202,7 @@ def test_domains_and_what_the_method_tells_are_shown(tmp_path, write_run):
     tables = [{**told, "values": [[1.0, 0.25], [0.25, 1.0]], "note": "Jaccard index."}]
     (folder / "facts.json").write_text(json.dumps({"tables": tables}))
     text, page = page_of([folder], tmp_path / "report.html")
-    assert page.tags.count("svg") == 3 + 1 + 2, "the curves of the domains and two marks of their legend"
+    assert page.tags.count("svg") == 4 + 1 + 2, "the curves of the domains and two marks of their legend"
     assert {"photo", "sketch", "Accuracy per domain", "Overlap"} <= set(page.words)
     assert "mean 37.5 %, deviation (ddof 0) 12.5 pp" in text
     assert '<td style="--v:1.000">1.00</td><td style="--v:0.100">0.25</td>' in text
@@ -249,16 +252,6 @@ def test_own_views_that_differ_stand_side_by_side(tmp_path, write_run):
     assert '<th scope="row">Domains, own views, mean</th><td>–</td><td>62.5 %</td>' in text
 
 
-def test_names_differ(tmp_path):
-    def named(method, seed, folder="x"):
-        return RunRecord(tmp_path / folder, summary={"method": method, "seed": seed})
-
-    assert run_names([named("a", 0), named("b", 0)]) == ["a", "b"]
-    assert run_names([named("a", 0), named("a", 1)]) == ["a, seed 0", "a, seed 1"]
-    assert run_names([named("a", 0, "x"), named("a", 0, "y")]) == ["a (x)", "a (y)"]
-    assert len(set(run_names([named("a", 0), named("a", 0)]))) == 2
-
-
 def test_bad_calls(tmp_path, write_run):
     with pytest.raises(ConfigError, match="at least one"):
         write_report([], tmp_path / "report.html")
@@ -268,9 +261,199 @@ def test_bad_calls(tmp_path, write_run):
         write_report([write_run(tmp_path / "run")], tmp_path / "no" / "report.html")
 
 
-def test_flatten():
-    tree = {"a": {"b": 1, "c": {}}, "d": [1, 2], "e": "x" * 300, "f": list(range(99)), "g": None}
-    flat = flatten(tree)
-    assert (flat["a.b"], flat["a.c"], flat["d"], flat["g"]) == ("1", "{}", "[1, 2]", "null")
-    assert len(flat["e"]) < 200
-    assert flat["f"].endswith("(99 entries)")
+def test_a_device_is_not_replaced_by_a_page(tmp_path, write_run):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe' cannot be written: it is no file; name one with --out"):
+        write_report([write_run(tmp_path / "run")], tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308])
+@pytest.mark.parametrize("name", ["summary.json", "partition.json", "metrics.jsonl"])
+def test_numbers_beyond_all_measure_leave_a_page(tmp_path, write_run, name, value):
+    def grown(found):
+        if isinstance(found, dict):
+            kept = ("stage", "round", "exchange", "scope")
+            return {key: part if key in kept else grown(part) for key, part in found.items()}
+        if isinstance(found, list):
+            return [grown(part) for part in found]
+        return value if isinstance(found, int | float) else found
+
+    file = write_run(tmp_path / "run") / name
+    file.write_text("\n".join(json.dumps(grown(json.loads(line))) for line in _documents(file)))
+    assert "</html>" in write_report([tmp_path / "run"], tmp_path / "page.html").read_text()
+
+
+def _documents(file):
+    return file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
+
+
+def seeded(root, write_run, methods=("fedavg", "fedfmx"), seeds=3):
+    """Folders of runs over seeds, each with an accuracy of its own."""
+    folders = []
+    for i, method in enumerate(methods):
+        for seed in range(seeds):
+            folder = write_run(root / f"{method}{seed}", method=method, stages=2, rounds=1, seed=seed)
+            summary = json.loads((folder / "summary.json").read_text())
+            summary |= {"final_accuracy": 0.5 + 0.125 * i + 0.0625 * seed, "flops_per_example": 1000 * (i + 1)}
+            (folder / "summary.json").write_text(json.dumps(summary))
+            (folder / "partition.png").write_bytes(b"\x89PNG" + bytes([seed]))
+            (folder / "partition.json").write_text(json.dumps({"fingerprint": f"plan {seed}"}))
+            folders.append(folder)
+    return folders
+
+
+def test_runs_over_seeds_are_one_column_with_an_interval(tmp_path, write_run):
+    text, page = page_of(seeded(tmp_path, write_run), tmp_path / "report.html")
+    half = stats.t.ppf(0.975, 2) * stats.sem([0.5, 0.5625, 0.625])
+    cells = f"<td>56.2 ± {100 * half:.1f} %</td><td>68.8 ± {100 * half:.1f} %</td>"
+    assert f'<th scope="row">Final accuracy</th>{cells}' in text
+    assert '<th scope="row">Seeds</th><td>0, 1, 2</td><td>0, 1, 2</td>' in text
+    assert "6 runs compared" in text and page.tags.count("article") == 6
+    assert "shaded: the 95 % Student-t interval" in text
+    assert text.count("data:image/png") == 3, "a picture of the data per seed, not per run"
+
+
+def test_a_run_that_failed_or_goes_on_is_told_of_first(tmp_path, write_run):
+    folders = seeded(tmp_path, write_run, methods=("fedavg",))
+    (folders[1] / "DONE").unlink()
+    (folders[1] / "FAILED").write_text("RunError: client <3> failed.\n")
+    (folders[2] / "DONE").unlink()
+    (folders[2] / "summary.json").unlink()
+    text, _ = page_of(folders, tmp_path / "report.html")
+    first, second = re.findall("<p>([^<]*)</p>", text.split('role="alert"')[1].split("</div>")[0])
+    failed = "fedavg, seed 1 failed: RunError: client &lt;3&gt; failed. It is left out of means."
+    assert first == f"{failed} `fedloom resume {folders[1]}` goes on with it."
+    assert second.startswith("fedavg, seed 2 is unfinished, 2 stages evaluated so far. It is left out of means.")
+    assert '<th scope="row">Final accuracy</th><td>50.0 %</td>' in text
+    text, _ = page_of(folders[1:2], tmp_path / "report.html")
+    assert text.index("This run failed: RunError: client &lt;3&gt; failed. `fedloom resume") < text.index('tiles"')
+    assert "left out of means" not in text
+    assert 'role="alert"' not in page_of(folders[:1], tmp_path / "report.html")[0]
+
+
+def write_comparison(folder, write_run, missing=()):
+    """A comparison's folder, with the numbers of its runs."""
+    keys, summaries = {}, {}
+    for run in seeded(folder / "runs", write_run):
+        summary = json.loads((run / "summary.json").read_text())
+        found = summaries.setdefault(summary["method"], {})
+        if (summary["method"], summary["seed"]) not in missing:
+            found[summary["seed"]] = summary
+        keys.setdefault(summary["method"], {})[str(summary["seed"])] = run.name
+    methods = {
+        label: {
+            "method": {"name": label, "preset": "paper"},
+            "runs": keys[label],
+            "missing": {str(seed): None for name, seed in missing if name == label},
+            **found,
+        }
+        for label, found in compared(summaries, "fedavg").items()
+    }
+    content = {
+        "title": f"Comparison of {len(methods)} methods",
+        "recipe": "quickstart",
+        "dataset": "sklearn/digits",
+        "scenario": None,
+        "settings": {},
+        "reference": "fedavg",
+        "seeds": [0, 1, 2],
+        "complete": not missing,
+        "methods": methods,
+        "budget": budget(summaries, "fedavg"),
+    }
+    (folder / "compare.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_comparison_is_shown_by_its_table_and_its_methods(tmp_path, write_run):
+    text, page = page_of([write_comparison(tmp_path, write_run)], tmp_path / "report.html")
+    assert (
+        "<h1>Comparison of 2 methods, quickstart</h1>" in text
+        and '<p class="sub">sklearn/digits · class incremental · 6 runs</p>' in text
+    )
+    assert text.index("<td>56.2 ± 15.5</td>") < text.index("Accuracy over all seen classes")
+    assert "Accuracy against training</text>" in text and "Accuracy against traffic" not in text, "all send as much"
+    assert page.tags.count("article") == 6 and "fedfmx, seed 2" in page.words
+
+
+def test_names_that_a_comparison_and_a_run_share_are_numbered(tmp_path, write_run):
+    write_comparison(tmp_path, write_run)
+    found = html._find([tmp_path, tmp_path / "runs" / "fedavg0"])
+    assert [(group.name, len(group.records)) for group in found.groups] == [
+        ("1. fedavg", 3), ("2. fedfmx", 3), ("3. fedavg", 1),
+    ]  # fmt: skip
+    assert len(found.contents) == 1
+
+
+def test_a_comparison_that_is_not_complete_says_so_first(tmp_path, write_run):
+    folder = write_comparison(tmp_path, write_run, missing=[("fedfmx", 1), ("fedfmx", 2)])
+    text, page = page_of([folder], tmp_path / "report.html")
+    assert text.index("4 of 6 runs have ended") < text.index("<section")
+    assert "<h1>Comparison of 2 methods, quickstart</h1>" in text
+    assert page.tags.count("article") == 4 and "fedfmx, seed 0" not in page.words
+
+
+def write_sweep(folder, write_run, **missing):
+    """A sweep's folder with a comparison per setting; missing: setting -> (method, seed) of runs that are not there."""
+    settings = {}
+    for k, (label, absent) in enumerate(missing.items()):
+        home = folder / f"s{k}"
+        home.mkdir(parents=True)
+        write_comparison(home, write_run, absent)
+        runs = {"missing": len(absent), "folder": home.name, "results": {}, "best": [], "set": {}}
+        settings[label] = {**runs, "dataset": "sklearn/digits", "scenario": None, "complete": not absent}
+    content = {
+        "title": f"Sweep of 2 methods over {len(settings)} settings", "recipe": "quickstart", "set": {},
+        "reference": "fedavg", "metric": "final_accuracy", "lower_is_better": False, "seeds": [0, 1, 2],
+        "complete": False, "methods": ["fedavg", "fedfmx"], "settings": settings, "mean_rank": {},
+    }  # fmt: skip
+    (folder / "sweep.json").write_text(json.dumps(content))
+    return folder
+
+
+EVERY = [(method, seed) for method in ("fedavg", "fedfmx") for seed in range(3)]
+
+
+def test_a_sweep_is_shown_by_its_table_then_the_comparisons_of_its_settings(tmp_path, write_run):
+    folder = write_sweep(tmp_path / "s", write_run, even=[*EVERY[1:3], *EVERY[4:]], skewed=EVERY[1:], later=EVERY)
+    text, page = page_of([folder], tmp_path / "report.html")
+    assert "<h1>Sweep of 2 methods over 3 settings, quickstart</h1>" in text
+    assert text.index("Cells: final accuracy") < text.index("<h3>Comparison of 2 methods")
+    assert "later: 6 runs are missing" in text and "2 of 6 runs have ended" in text
+    assert page.tags.count("article") == 3 and {"fedavg, even", "fedfmx, even", "fedavg, skewed"} <= {*page.words}
+    both = html._find([folder, folder / "s0" / "runs" / "fedavg0"])
+    assert [group.name for group in both.groups] == [
+        "fedavg, even", "fedfmx, even", "fedavg, skewed", "fedavg",
+    ]  # fmt: skip
+
+
+def test_sweeps_that_cannot_be_shown_are_refused_in_words(tmp_path, write_run):
+    folder = write_sweep(tmp_path / "s", write_run, later=EVERY)
+    with pytest.raises(ConfigError, match=r"no run of the sweep .* has ended; go on with the same `fedloom sweep`"):
+        write_report([folder], tmp_path / "report.html")
+    whole = json.loads((folder / "sweep.json").read_text())
+    places = [{**whole, "settings": {"later": {**whole["settings"]["later"], "folder": f}}} for f in ("..", "a/b", 3)]
+    for damage in ("{", "[]", "{}", '{"settings": {"x": {}}}', *map(json.dumps, places)):
+        (folder / "sweep.json").write_text(damage)
+        with pytest.raises(ConfigError, match=r"sweep.json' is damaged .*; call `fedloom sweep` again"):
+            write_report([folder], tmp_path / "report.html")
+
+
+def test_settings_that_are_not_the_default_are_listed(tmp_path, write_run):
+    folder = write_run(tmp_path / "run", stages=2)
+    usual = {"method": {"name": "fedfmx", "experts": 2}, "data": {"name": "sklearn/digits", "root": "/x"}, "seed": 0}
+    out = tmp_path / "report.html"
+    text = write_report([folder], out, defaults=lambda tree: usual).read_text()
+    listed = text.split("Settings that are not the default")[1].split("</section>")[0]
+    assert re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td>', listed) == [
+        ("method.experts", "2", "4")
+    ]
+    text = write_report([folder], out, defaults=lambda tree: tree).read_text()
+    assert "Every setting has its default." in text
+
+    def missing(tree):
+        raise ConfigError("no such method")
+
+    text = write_report([folder], out, defaults=missing).read_text()
+    assert "Settings that are not the default" not in text

@@ -209,12 +209,6 @@ def test_svg_is_well_formed_and_restylable(tmp_path, write_run):
     assert set(re.findall(r"(?:url\(#|href=\"#)([^\")]+)", text)) <= set(ids)
 
 
-def test_overlaid_runs_are_told_apart_and_names_stay_out(tmp_path, write_run):
-    records = [read_run(write_run(tmp_path / f"r{i}", stages=2, method="_$x$<b>")) for i in range(8)]
-    lines = draw(plots.overlaid_curves, records).get_lines()
-    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 8
-
-
 ROUNDS = tuple(
     {
         "stage": s,
@@ -261,3 +255,8 @@ def test_losses_of_several_exchanges_have_a_legend(tmp_path):
 )
 def test_overview_picks_the_picture(tmp_path, metrics, title):
     assert draw(plots.overview, RunRecord(tmp_path, metrics=metrics)).get_title(loc="left") == title
+
+
+def test_thirty_six_runs_are_told_apart_by_colour_and_mark_and_by_colour_and_stroke():
+    looks = [plots.look(i) for i in range(36)]
+    assert len({(colour, mark) for colour, mark, _ in looks}) == len({(c, str(s)) for c, _, s in looks}) == 36

@@ -75,7 +75,8 @@ def test_rows_are_taken_as_they_are_meant(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "found"), [(1, 1), (0.5, 0.5), (float("nan"), None), (10**400, None), ("1", None), (True, None)]
+    ("value", "found"),
+    [(1, 1), (0.5, 0.5), (float("nan"), None), (1e308, None), (10**400, None), ("1", None), (True, None)],
 )
 def test_number(value, found):
     assert number({"k": value}, "k") == found
@@ -87,3 +88,10 @@ def test_folders_that_are_no_run(tmp_path):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="is not a folder"):
         read_run(tmp_path / "missing")
+
+
+def test_a_folder_of_runs_names_one_of_them(tmp_path, write_run):
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"name the folders of runs in it, such as '.*/a'\.$"):
+        read_run(tmp_path)

@@ -2,7 +2,15 @@ import io
 
 from rich.console import Console
 
-from fedloom.report.tables import markdown_table, run_title, summary_lines, summary_table, summary_text
+from fedloom.report.tables import (
+    domain_lines,
+    extremes,
+    markdown_table,
+    run_title,
+    summary_lines,
+    summary_table,
+    summary_text,
+)
 from fedloom.report.units import short_count
 
 SUMMARY = {
@@ -114,3 +122,23 @@ def test_own_views_are_shown_where_they_are_others_than_the_global_one():
     shown = io.StringIO()
     Console(file=shown, width=80).print(summary_table({**DOMAINS, **OWN}))
     assert all(part in shown.getvalue() for line in lines for part in line)
+
+
+def test_what_the_network_measures_itself_has_lines_of_its_own():
+    told = {"final_accuracy": 0.5, "measures": {"accuracy_norm": 0.625, "perplexity": 812.345, "other": 2.0}}
+    lines = [("Final accuracy, length-normalised", "62.5 %"), ("Perplexity", "812.3")]
+    assert summary_lines(told)[1:] == lines
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(summary_table(told))
+    assert all(part in shown.getvalue() for line in lines for part in line)
+    assert "| Perplexity | 812.3 | – |" in markdown_table({"a": told, "b": {"final_accuracy": 0.5, "measures": None}})
+    for nothing in (None, {}, 5, {"perplexity": None}):
+        assert summary_lines({"final_accuracy": 0.5, "measures": nothing}) == [("Final accuracy", "50.0 %")]
+
+
+def test_of_many_domains_the_worst_and_the_best_are_told():
+    found = {f"d{k}": k / 20 for k in range(20)} | {"empty": None}
+    assert [name for name, _ in extremes(found)] == ["d0", "d1", "d2", "d17", "d18", "d19"]
+    few = {"a": 0.5, "b": None}
+    assert extremes(few) == [("a", 0.5), ("b", None)]
+    assert len([label for label, _ in domain_lines({"domain_accuracy": found})]) == 6

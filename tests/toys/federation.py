@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,7 +18,9 @@ from fedloom.core.seeds import generator, seeded
 from fedloom.engine.experiment import Experiment
 from fedloom.local import SGD, LocalSGD
 from fedloom.models.channels import Channels, Draft
+from fedloom.models.spec import NetworkSpec
 from fedloom.select.sampling import uniform_cohort
+from toys.clip import ClipSpec
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,37 @@ class BlobSpec:
             return Headed(body, self.num_classes)
 
 
+def expert_spec(num_classes: int = 6, seed: int = 0, **options: int) -> NetworkSpec:
+    """A `ModelSpec` for the blobs with two mixture-of-experts layers."""
+    chosen = {"width": 8, "inner": 8, "experts": 4, "layers": 2, **options}
+    return NetworkSpec("moe_mlp", num_classes, (2,), seed, options=tuple(chosen.items()))
+
+
+@dataclass(frozen=True)
+class HalfSpec:
+    """The network of `expert_spec` in bfloat16, parameters included."""
+
+    num_classes: int = 6
+    seed: int = 0
+
+    input_shape: ClassVar[tuple[int, ...]] = (2,)
+
+    def backbone(self) -> nn.Module:
+        return self._half(expert_spec(self.num_classes, self.seed).backbone())
+
+    def classifier(self) -> nn.Module:
+        return self._half(expert_spec(self.num_classes, self.seed).classifier())
+
+    @staticmethod
+    def _half(module: nn.Module) -> nn.Module:
+        module.bfloat16().register_forward_pre_hook(_halved, prepend=True)
+        return module
+
+
+def _halved(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.bfloat16() for x in args)
+
+
 def local(**changes: Any) -> LocalSGD:
     """Local training that suits the blobs."""
     optimizer = SGD(lr=0.1, momentum=0.5, weight_decay=0.01)
@@ -206,18 +240,22 @@ def local(**changes: Any) -> LocalSGD:
 
 
 def method_of(name: str, *, training: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Method:
-    """A method by `module:factory`, on the blobs' local training with the changes of `training`."""
+    """A method by `module:factory`, on the blobs' local training with the changes of `training` if it trains."""
     module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)(local=local(**training), **options)
+    factory = getattr(importlib.import_module(module), attribute)
+    loop = {"local": local(**training)} if "local" in inspect.signature(factory).parameters else {}
+    return factory(**loop, **options)
 
 
 def experiment(name: str, *, seed: int = 0, cohort: float = 0.5, spec: Any = None, **changes: Any) -> Experiment:
     """An experiment on the blobs that any process can rebuild; `options` go to the method, the rest to the plan."""
     options = changes.pop("options", {})
     plan = BlobPlan(seed=seed, **changes)
+    method = method_of(name, **options)
+    network = ClipSpec if method.needs_clip else expert_spec if method.needs_experts else BlobSpec
     return Experiment(
-        method=method_of(name, **options),
-        spec=spec or BlobSpec(num_classes=plan.num_classes, seed=seed),
+        method=method,
+        spec=spec or network(num_classes=plan.num_classes, seed=seed),
         forward=Forward(),
         plan=plan,
         sampler=uniform_cohort,

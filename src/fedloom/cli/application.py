@@ -16,24 +16,39 @@ from typing import Annotated, Any
 
 import typer
 
+from fedloom.cli.completion import among, methods, recipes
+from fedloom.cli.examples import shown
 from fedloom.terminal import OutputLost, open_missing, say
 
 app = typer.Typer(
     name="fedloom",
     help="Federated learning when clients differ. `fedloom run` alone runs the quickstart.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=f"\b\n{shown('')}",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="Name of a recipe, or a YAML file.")]
-Method = Annotated[str | None, typer.Option("--method", "-m", help="Method, or package.module:attribute.")]
+Recipe = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE|FILE", help="Name of a recipe, or a YAML file.", autocompletion=recipes),
+]
+Method = Annotated[
+    str | None,
+    typer.Option("--method", "-m", help="Method, or package.module:attribute.", autocompletion=methods),
+]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Dotted key, YAML value.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of every random stream.")]
 Root = Annotated[str | None, typer.Option("--data-root", metavar="DIR", help="Local mirror of hub repositories.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="serial or flower.")]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
+Engine = Annotated[
+    str | None, typer.Option("--engine", help="serial or flower.", autocompletion=among("serial", "flower"))
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="auto, cpu, cuda, cuda:N or mps.", autocompletion=among("auto", "cpu", "cuda", "mps")
+    ),
+]
 Workers = Annotated[str | None, typer.Option("--workers", metavar="N", help="Processes: a number, or auto.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +27,8 @@ from fedloom.cli.application import (
     layers,
     print_json,
 )
+from fedloom.cli.completion import entries, recipes
+from fedloom.cli.completion import methods as known_methods
 from fedloom.cli.train import watched
 from fedloom.terminal import OutputLost, say
 
@@ -34,10 +38,23 @@ if TYPE_CHECKING:
 
 SEEDS = "0,1,2"
 
+Study = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|FILE",
+        help="Recipe, or a YAML file of one, or of methods and seeds.",
+        autocompletion=recipes,
+    ),
+]
 Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--methods", "--method", "-m", metavar="A,B", help="Words name, name@preset or name@preset+option=value, ..."
+        "--methods",
+        "--method",
+        "-m",
+        metavar="A,B",
+        help="Words name, name@preset or name@preset+option=value, ...",
+        autocompletion=entries,
     ),
 ]
 Seeds = Annotated[
@@ -56,16 +73,21 @@ Out = Annotated[
     typer.Option("--out", "-o", metavar="DIR", help="Folder of the comparison; what is done there is not run again."),
 ]
 
+Jobs = Annotated[
+    str, typer.Option("--jobs", "-j", metavar="N", help="Runs at a time, each in its own process: a number, or auto.")
+]
+
 
 @guarded
 def compare(
-    recipe: Recipe = "quickstart",
+    recipe: Study = "quickstart",
     methods: Methods = None,
     seeds: Seeds = None,
     reference: Reference = None,
     metric: Metric = None,
     sets: Set = None,
     out: Out = None,
+    jobs: Jobs = "1",
     engine: Engine = None,
     data_root: Root = None,
     device: Device = None,
@@ -81,19 +103,23 @@ def compare(
     there: after an interruption, after a failure, for one method or seed more.
     """
     from fedloom.comparison.planned import plan
+    from fedloom.comparison.studies import study
 
-    layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
-    tell = _teller(quiet or as_json)
-    words, numbers = _joined(methods) or "", _joined(seeds) or SEEDS
-    given = {"out": out, "reference": reference, "metric": metric, "tell": tell, **_parts(layer)}
-    planned = plan(recipe, words, numbers, **given)
-    _carry_out(planned, tell, dry_run, as_json, quiet, verbose)
+    layer = parts(layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers))
+    tell = teller(quiet or as_json)
+    asked = study(recipe, joined(methods), joined(seeds), reference, metric, layer).alone()
+    named = {"out": out, "reference": asked.reference, "metric": asked.metric, "tell": tell}
+    planned = plan(asked.recipe, asked.methods, asked.seeds, **named, **asked.given)
+    _carry_out(planned, tell, jobs, dry_run, as_json, quiet, verbose)
 
 
 @guarded
 def ablate(
     method: Annotated[
-        str, typer.Argument(metavar="METHOD", help="Word name, name@preset or name@preset+option=value.")
+        str,
+        typer.Argument(
+            metavar="METHOD", help="Word name, name@preset or name@preset+option=value.", autocompletion=known_methods
+        ),
     ],
     recipe: Recipe = "quickstart",
     switches: Annotated[
@@ -104,6 +130,7 @@ def ablate(
     metric: Metric = None,
     sets: Set = None,
     out: Out = None,
+    jobs: Jobs = "1",
     engine: Engine = None,
     data_root: Root = None,
     device: Device = None,
@@ -120,23 +147,28 @@ def ablate(
     """
     from fedloom.comparison.planned import plan_ablation
 
-    layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
-    tell = _teller(quiet or as_json)
-    given = {"out": out, "reference": reference, "metric": metric, "tell": tell, **_parts(layer)}
-    planned = plan_ablation(method, recipe, _joined(seeds) or SEEDS, switches=_joined(switches), **given)
-    _carry_out(planned, tell, dry_run, as_json, quiet, verbose)
+    layer = parts(layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers))
+    tell = teller(quiet or as_json)
+    given = {"out": out, "reference": reference, "metric": metric, "tell": tell, **layer}
+    planned = plan_ablation(method, recipe, joined(seeds) or SEEDS, switches=joined(switches), **given)
+    _carry_out(planned, tell, jobs, dry_run, as_json, quiet, verbose)
 
 
-def _parts(layer: dict[str, Any]) -> dict[str, Any]:
-    return {"data": None, "model": None, "engine": None, **layer}
+def parts(layer: dict[str, Any]) -> dict[str, Any]:
+    """The layer by sections; other keys are refused."""
+    from fedloom.comparison.settings import by_section
+
+    return by_section(layer)
 
 
-def _joined(texts: list[str] | None) -> str | None:
+def joined(texts: list[str] | None) -> str | None:
     """One list from an option that may be given several times."""
     return ",".join(texts) if texts else None
 
 
-def _teller(silent: bool) -> Tell:
+def teller(silent: bool) -> Tell:
+    """What writes progress to stderr, or nothing."""
+
     def tell(text: str) -> None:
         if not silent:
             say(text, err=True)
@@ -144,20 +176,33 @@ def _teller(silent: bool) -> Tell:
     return tell
 
 
-def _carry_out(planned: Planned, tell: Tell, dry_run: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
+def _carry_out(
+    planned: Planned, tell: Tell, jobs: str, dry_run: bool, as_json: bool, quiet: bool, verbose: bool
+) -> None:
     from fedloom.comparison import carry_out
+    from fedloom.comparison.jobs import checked
 
+    checked(jobs)
     if dry_run:
-        _preview(planned, as_json)
+        runs = [
+            (label, seed, key, planned.state(key)) for label, of in planned.keys.items() for seed, key in of.items()
+        ]
+        preview(planned.folder, ("label", "seed", "hash", "state"), runs, as_json)
         return
-    found = carry_out(planned, partial(watched, quiet=quiet or as_json, verbose=verbose), tell)
+    found = carry_out(planned, partial(watched, quiet=quiet or as_json, verbose=verbose), tell, jobs)
     try:
         _print(found, as_json)
     except OutputLost as error:
         say(f"note: {error}; the comparison is done, see '{found.folder}'", err=True)
-    if found.failed:
-        reasons = "; ".join(f"{label}, seed {seed}: {reason}" for (label, seed), reason in found.failed.items())
-        fail(f"{len(found.failed)} of {len(planned.runs)} runs failed: {reasons}", 1)
+    fail_for({f"{label}, seed {seed}": why for (label, seed), why in found.failed.items()}, len(planned.runs))
+
+
+def fail_for(failed: Mapping[str, str], total: int) -> None:
+    """End the command with the runs that failed, where there are any: place -> why."""
+    if failed:
+        fail(
+            f"{len(failed)} of {total} runs failed: {'; '.join(f'{place}: {why}' for place, why in failed.items())}", 1
+        )
 
 
 def _print(found: Comparison, as_json: bool) -> None:
@@ -166,35 +211,40 @@ def _print(found: Comparison, as_json: bool) -> None:
     if as_json:
         print_json({**found.summary, "folder": str(found.folder.absolute())})
         return
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        say(report.title(found.summary))
-        with suppress(OSError, ValueError):  # a terminal that has gone
-            console = Console()
-            console.print(*report.tables(found.summary, console.width))
-        for line in report.notes(found.summary):
-            say(line)
-    else:
-        say(report.text(found.summary))
-    say("")
-    for what, name in (("table", report.MARKDOWN), ("numbers", report.CSV), ("means and tests", report.JSON)):
-        say(f"{what}: {found.folder / name}")
+    show(report.title(found.summary), report.grid(found.summary), report.notes(found.summary))
+    names = (*report.FORMS, report.JSON, "pareto.svg")
+    say(f"files: {', '.join(str(found.folder / name) for name in names if (found.folder / name).exists())}")
     say(f"folder: {found.folder}")
 
 
-def _preview(planned: Planned, as_json: bool) -> None:
-    """Every run with its label, seed, key and state."""
-    found = [
-        (label, seed, key, planned.state(key)) for label, keys in planned.keys.items() for seed, key in keys.items()
-    ]
+def show(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
+    """A table with its title and notes, on a terminal in as many parts as fit its width."""
+    from fedloom.report.comparison import aligned, fitted
+
+    say(title)
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        with suppress(OSError, ValueError):  # a terminal that has gone
+            console = Console()
+            console.print(*fitted(cells, console.width))
+    else:
+        say("\n".join(["", *aligned(cells), ""]))
+    for line in notes:
+        say(line)
+    say("")
+
+
+def preview(folder: Path, names: Sequence[str], runs: Sequence[Sequence[Any]], as_json: bool) -> None:
+    """Every run, and how many are in which state. names: of the parts of a run; seed, hash and state come last."""
     if as_json:
-        runs = [dict(zip(("label", "seed", "hash", "state"), run, strict=True)) for run in found]
-        print_json({"folder": str(planned.folder.absolute()), "runs": runs})
+        found = [dict(zip(names, run, strict=True)) for run in runs]
+        print_json({"folder": str(folder.absolute()), "runs": found})
         return
-    wide = max(map(len, planned.keys))
-    for label, seed, key, state in found:
-        say(f"{label:<{wide}}  seed {seed}  {key[:12]}…  {state}")
-    states = [planned.state(key) for key in planned.runs]
+    wide = [max(len(str(run[k])) for run in runs) for k in range(len(names) - 3)]
+    for *places, seed, key, state in runs:
+        text = "  ".join(f"{place:<{width}}" for place, width in zip(places, wide, strict=True))
+        say(f"{text}  seed {seed}  {key[:12]}…  {state}")
+    states = list({key: state for *_, key, state in runs}.values())
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    say(f"{len(states)} runs in {planned.folder}: {counts}")
+    say(f"{len(states)} runs in {folder}: {counts}")

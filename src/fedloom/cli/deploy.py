@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from click.shell_completion import CompletionItem
 from typer.core import TyperGroup
 
 from fedloom.cli.application import (
@@ -22,7 +23,8 @@ from fedloom.cli.application import (
     layers,
     print_json,
 )
-from fedloom.cli.usage import Command, Settable
+from fedloom.cli.completion import recipes
+from fedloom.cli.usage import Command, Settable, examples
 from fedloom.terminal import say
 
 RECIPE = "recipe"  # the command behind `fedloom deploy RECIPE`; hidden, for it has no word of its own
@@ -47,6 +49,15 @@ class Deploy(TyperGroup):
         """The options of the hidden command, then the commands of the group."""
         self.commands[RECIPE].format_options(ctx, formatter)
         self.format_commands(ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """The examples of the hidden command."""
+        examples(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The commands of the group, and the recipes that the hidden one takes."""
+        found = super().shell_complete(ctx, incomplete)
+        return [*found, *(CompletionItem(name) for name in recipes(incomplete))]
 
 
 class Unnamed(Settable):

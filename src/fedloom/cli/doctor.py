@@ -6,12 +6,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fedloom.cli.application import Json, Root, fail, guarded, print_json
 from fedloom.terminal import say
 
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
 SPARE = 2 * 1024**3  # bytes of free disk below which runs are likely to fail
+
+
+ROOM = 3 * 1024**3  # bytes of memory from which small recipes have room for two workers
 
 
 class Finding(NamedTuple):
@@ -24,14 +30,20 @@ class Finding(NamedTuple):
 
 @guarded
 def doctor(data_root: Root = None, as_json: Json = False) -> None:
-    """Check Python, packages, devices, data, cache and disk; every finding comes with its mend."""
-    found = [*_python(), *_packages(), *_flower(), *_devices(), *_data(data_root), *_cache(), *_disk()]
+    """Check Python, packages, devices, memory, data, cache and disk; every finding comes with its mend.
+
+    The exit code is 0 where runs can start, notes or not.
+    """
+    checks = (_python(), _packages(), _flower(), _devices(), _memory(), _data(data_root), _cache(), _disk())
+    found = [item for items in checks for item in items]
+    problems = [item for item in found if item.level == "problem"]
     if as_json:
-        print_json({"findings": [item._asdict() for item in found]})
+        print_json({"usable": not problems, "findings": [item._asdict() for item in found]})
     else:
         for item in found:
             say(f"{item.level:<8}{item.what}" + (f" -> {item.mend}" if item.mend else ""))
-    problems = [item for item in found if item.level == "problem"]
+        if not problems:
+            say("usable: `fedloom run` starts the quickstart")
     if problems:
         fail(f"{len(problems)} problem{'s' * (len(problems) > 1)} found; {problems[0].what}: {problems[0].mend}", 1)
 
@@ -48,20 +60,44 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
+    from packaging.specifiers import SpecifierSet
+
     from fedloom.environment import CORE, DRAWING, EXTRAS, from_checkout, installed
 
+    wanted = _wanted()
     for name in (*CORE, *DRAWING):
-        found = installed(name)
-        missing = Finding("problem", f"{name} is missing", f"pip install {name}")
-        yield Finding("ok", f"{name} {found}") if found else missing
+        found, range_ = installed(name), wanted.get(name, SpecifierSet())
+        mend = f"pip install '{name}{range_}'"
+        if not found:
+            yield Finding("problem", f"{name} is missing", mend)
+        elif not range_.contains(found, prereleases=True):
+            yield Finding("problem", f"{name} {found} is installed, and FedLoom needs {name}{range_}", mend)
+        else:
+            yield Finding("ok", f"{name} {found}")
     for extra, names in EXTRAS.items():
         source = f"-e '.[{extra}]" if from_checkout() else f"'fedloom[{extra}]"
-        have = [f"{name} {installed(name)}" for name in names if installed(name)]
-        missing = [name for name in names if not installed(name)]
-        if missing:
-            yield Finding("note", f"extra '{extra}': {', '.join(missing)} missing", f"pip install {source}'")
+        found = {name: installed(name) for name in names}
+        missing = [name for name, number in found.items() if not number]
+        old = [
+            f"{name} {number} (needs {wanted[name]})"
+            for name, number in found.items()
+            if number and name in wanted and not wanted[name].contains(number, prereleases=True)
+        ]
+        if missing or old:
+            said = ", ".join([*(f"{name} missing" for name in missing), *old])
+            yield Finding("note", f"extra '{extra}': {said}", f"pip install {source}'")
         else:
-            yield Finding("ok", f"extra '{extra}': {', '.join(have)}")
+            yield Finding("ok", f"extra '{extra}': {', '.join(f'{name} {number}' for name, number in found.items())}")
+
+
+def _wanted() -> dict[str, SpecifierSet]:
+    """Package -> the versions that FedLoom says it works with."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    found = [Requirement(text) for text in requires("fedloom") or ()]
+    return {part.name: part.specifier for part in found if part.specifier and part.name != "flwr"}  # see `_flower`
 
 
 def _flower() -> Iterator[Finding]:
@@ -89,7 +125,17 @@ def _devices() -> Iterator[Finding]:
         yield Finding("note", f"no GPU ({build}); runs use the processor", "for a GPU install the CUDA build of torch")
 
 
+def _memory() -> Iterator[Finding]:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return
+    text = f"{size / 1024**3:.1f} GiB of memory"
+    yield Finding("ok", text) if size >= ROOM else Finding("note", text, "keep --workers and training.batch_size small")
+
+
 def _data(root: str | None) -> Iterator[Finding]:
+    from fedloom.config.words import shown
     from fedloom.data.catalogue import BUNDLED, ENTRIES
 
     given = root or os.environ.get("FEDLOOM_DATA")
@@ -97,8 +143,9 @@ def _data(root: str | None) -> Iterator[Finding]:
     if not given:
         yield Finding("note", "no data root; other data sets come from the hub", "set FEDLOOM_DATA or --data-root")
         return
-    if not Path(given).is_dir():
-        yield Finding("problem", f"data root '{given}' is not a folder", "correct FEDLOOM_DATA or --data-root")
+    if not _is_folder(given):
+        told = f"data root {shown(given)} is not a folder"
+        yield Finding("problem", told, "correct FEDLOOM_DATA or --data-root")
         return
     for hub in ENTRIES:
         if hub in BUNDLED:
@@ -109,6 +156,13 @@ def _data(root: str | None) -> Iterator[Finding]:
         else:
             mend = f"hf download {hub} --repo-type dataset --local-dir {folder}"
             yield Finding("note", f"{hub}: not in the data root", mend)
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):  # too long a name, a null byte
+        return False
 
 
 def _cache() -> Iterator[Finding]:

@@ -70,8 +70,11 @@ def preview(built: Built, as_json: bool) -> None:
         say(line)
     for note in built.experiment.plan.notes:
         say(f"note: {note}", err=True)
+    count = found["trained_parameters"]
+    trained = "" if count == found["parameters"] else f", {count:,} of them trained"
     say(
-        f"\n{found['parameters']:,} parameters; {_many(found['clients_per_round'], 'client')} a round, who are sent "
+        f"\n{found['parameters']:,} parameters{trained}; "
+        f"{_many(found['clients_per_round'], 'client')} a round, who are sent "
         f"{found['bytes_down_first_round']:,} bytes a round in the first stage, "
         f"{found['bytes_down_last_round']:,} in the last; "
         f"workers: {found['workers']}; configuration {found['config_hash'][:12]}"
@@ -96,6 +99,7 @@ def _costs(built: Built) -> dict[str, Any]:
         sizes.append(one * cohorts[-1])
     return {
         "parameters": parameters(built.module),
+        "trained_parameters": sum(p.numel() for p in built.module.parameters() if p.requires_grad),
         "clients_per_round": cohorts[0],
         "bytes_down_first_round": sizes[0],
         "bytes_down_last_round": sizes[1],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.cli.application import Json, guarded, print_json
+from fedloom.cli.completion import listed
 from fedloom.terminal import say
 
 if TYPE_CHECKING:
@@ -22,18 +24,25 @@ class Kind(StrEnum):
     datasets = "datasets"
     models = "models"
     recipes = "recipes"
+    claims = "claims"
     options = "options"
 
 
 @guarded
 def list_known(
-    kind: Annotated[Kind, typer.Argument(help="What to list; options: every key that --set takes.")],
+    kind: Annotated[
+        Kind,
+        typer.Argument(
+            help="What to list; claims: those of papers that `reproduce` tries; options: every key that --set takes."
+        ),
+    ],
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One of them; a method with its options.")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="One of them; a method with its options.", autocompletion=listed),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List methods, data sets, models, recipes or options; with the NAME of a method, its options."""
+    """List methods, data sets, models, recipes, claims or options; with the NAME of a method, its options."""
     if kind is Kind.options:
         _list_options(name, as_json)
     elif kind is Kind.methods and name is not None:
@@ -43,7 +52,8 @@ def list_known(
 
 
 def _list_names(kind: Kind, name: str | None, as_json: bool) -> None:
-    rows = {"methods": _methods, "datasets": _datasets, "models": _models, "recipes": _recipes}[kind.value]()
+    known = {"methods": _methods, "datasets": _datasets, "models": _models, "recipes": _recipes, "claims": _claims}
+    rows = known[kind.value]()
     if name is not None:
         from fedloom.core.errors import ConfigError, unknown
 
@@ -147,6 +157,17 @@ def _recipes() -> list[tuple[str, str]]:
 
     rows = []
     for name in recipe_names():
-        head = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n#\n")[0]
-        rows.append((name, " ".join(line.lstrip("# ") for line in head.splitlines())))
+        lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        head = takewhile(lambda line: line.startswith("#") and line.strip() != "#", lines)
+        rows.append((name, " ".join(line.lstrip("# ") for line in head)))
     return rows
+
+
+def _claims() -> list[tuple[str, str]]:
+    """What each claims, and whether a scale decides it, tries it without a verdict, or cannot."""
+    from fedloom.claims import SCALES, claims
+
+    return [
+        (key, f"{claim.claim} ({', '.join(f'{scale}: {claim.ability(scale)}' for scale in SCALES)})")
+        for key, claim in claims().items()
+    ]

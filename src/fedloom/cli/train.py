@@ -52,10 +52,13 @@ def run(
     from fedloom import api
     from fedloom.build import build
     from fedloom.config import resolve, resolve_source
+    from fedloom.trackers import check_installed
 
     layer = layers(sets=sets, method=method, seed=seed, engine=engine, root=data_root, device=device, workers=workers)
     name, base = resolve_source(recipe)
-    built = build(resolve(base, layer))
+    config = resolve(base, layer)
+    check_installed(config.as_dict()["tracker"])
+    built = build(config)
     if dry_run:
         from fedloom.cli.inspect import preview
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand
+from typer.models import ArgumentInfo
+
+from fedloom.cli.examples import shown
 
 OTHER_WORDS = {
     "dataset": "data.name",
@@ -23,8 +27,34 @@ OTHER_WORDS = {
 }
 
 
+def examples(ctx: Any, formatter: Any) -> None:
+    """Write the examples of the command of a context at the end of its help."""
+    words: list[str] = []
+    while ctx.parent is not None:
+        words.insert(0, ctx.info_name)
+        ctx = ctx.parent
+    if text := shown(" ".join(words)):
+        formatter.write(f"\n{text}\n")
+
+
 class Command(TyperCommand):
-    """A command that words refusals of its arguments itself."""
+    """A command that words refusals of its arguments itself, and whose help ends with examples."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments and options, without two slips of typer beside a newer click.
+
+        The help of arguments is lost between the two, and brackets are escaped for a markup that is not used.
+        """
+        told = _told(self.callback)
+        for param in self.params:
+            param.help = getattr(param, "help", None) or told.get(param.name)  # type: ignore[attr-defined]
+        before = len(formatter.buffer)
+        super().format_options(ctx, formatter)
+        formatter.buffer[before:] = [text.replace("\\[", "[") for text in formatter.buffer[before:]]
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """The examples."""
+        examples(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; an unknown option and a value of the wrong kind get a sentence with a mend."""
@@ -56,6 +86,13 @@ class Settable(Command):
             return f"no such option: {option}; use --set {key}={_value(option, given)}"
         text = super().stray(option, given, options)
         return text if "mean" in text else f"{text} Keys of the configuration are set with --set KEY=VALUE."
+
+
+def _told(command: Any) -> dict[str | None, str | None]:
+    """Argument -> its help, as the signature of a command says it."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: mark.help for name, found in marks.items() for mark in found if isinstance(mark, ArgumentInfo)}
 
 
 def plain(message: str) -> str:

@@ -25,7 +25,7 @@ class Format(StrEnum):
 def predict(
     folder: Folder,
     source: Annotated[
-        Path, typer.Option("--input", "-i", metavar="PATH", help=".npy, .npz, .csv, an image or a folder of images.")
+        Path, typer.Option("--input", "-i", metavar="PATH", help="Arrays, an image or a folder of images, or texts.")
     ],
     top: Annotated[int, typer.Option("--top", min=1, help="Classes to print per input.")] = 3,
     client: Annotated[
@@ -36,9 +36,12 @@ def predict(
     """Classify inputs with the global model, or with that of one client; without task or domain.
 
     Arrays hold inputs as the data set does: for a model trained on 8-bit images values from 0 to 255 (not 0 to 1),
-    for any other model numbers on the scale of its training data. Images are brought to the model's size.
+    for any other model numbers on the scale of its training data. Images are brought to the model's size. Texts are the
+    lines of a .txt file, or the column `text` of a .csv, .jsonl or .parquet file; questions have the columns of their
+    training data without the answer.
     """
     from fedloom.cli.inputs import read_inputs
+    from fedloom.cli.text_inputs import read_texts
     from fedloom.served import open_personal, open_served
     from fedloom.served import top as best
 
@@ -46,7 +49,10 @@ def predict(
     if client is not None and not served.method.personal:
         name = served.meta["method"]
         say(f"note: with {name} every client predicts with the global model", err=True)
-    labels, x = read_inputs(source, served.meta, lambda text: say(f"note: {text}", err=True))
+    if served.text is None:
+        labels, x = read_inputs(source, served.meta, lambda text: say(f"note: {text}", err=True))
+    else:
+        labels, x = read_texts(source, served.text, len(served.class_names))
     rows = [best(scores, served.class_names, top) for scores in served.scores(x).tolist()]
     if as_json:
         found = [
@@ -61,14 +67,19 @@ def predict(
 
 @guarded
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs or comparisons.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs, comparisons or sweeps.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Page to write.")] = None,
 ) -> None:
-    """Write one self-contained page about a run, or about several side by side; a comparison stands for its runs."""
+    """Write one self-contained page about a run, or about several side by side.
+
+    A comparison stands for its runs, and a sweep for its comparisons; runs that differ in nothing but the seed are
+    shown as one, with intervals.
+    """
+    from fedloom.config.defaults import defaults
     from fedloom.report import write_report
 
     page = out if out is not None else (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
-    say(f"report: {write_report(folders, page)}")
+    say(f"report: {write_report(folders, page, defaults=defaults)}")
 
 
 @guarded

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import operator
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,17 +33,15 @@ def sections(methods: Any) -> dict[str, Section]:
         methods = split(methods, ",") if methods.strip() else []
     if isinstance(methods, Mapping):
         check_values({"methods": dict.fromkeys(methods)})
-        pairs = [(_clean(name), section(entry)) for name, entry in methods.items()]
+        pairs = [(clean(name), section(entry)) for name, entry in methods.items()]
     elif isinstance(methods, Iterable):
         checked = [(entry, section(entry)) for entry in methods]
-        pairs = [(label(entry), found) for entry, found in checked]
+        pairs = [(clean(label(entry)), found) for entry, found in checked]
     else:
         raise ConfigError(f"methods must be a list such as ['fedavg', 'fedprox+mu=0.1'], got {shown(methods)}")
     if not pairs:
         raise ConfigError("methods is empty; name at least one, such as fedavg,fedprox+mu=0.1")
-    if not all(name for name, _ in pairs):
-        raise ConfigError("methods: a label is empty; name what the method is to be called in the table")
-    _refuse_twice("methods", [label for label, _ in pairs], "keep one of them, or tell them apart by their options")
+    check_labels("methods", [name for name, _ in pairs], "keep one of them, or tell them apart by their options")
     return dict(pairs)
 
 
@@ -63,7 +63,7 @@ def section(entry: Any) -> Section:
     pairs = _pairs(entry, given)
     if (own := next((key for key, _ in pairs if key in ("name", "preset")), None)) is not None:
         raise ConfigError(f"methods: '{shorten(entry)}' sets {own} as an option; write name@preset+option=value")
-    _refuse_twice(f"methods: options of '{shorten(entry)}'", [key for key, _ in pairs], "keep one of them")
+    refuse_twice(f"methods: options of '{shorten(entry)}'", [key for key, _ in pairs], "keep one of them")
     options = {key: parse(value, f"methods: the value of {key} in '{shorten(entry)}'") for key, value in pairs}
     return {"name": name, **({"preset": preset} if at else {}), **options}
 
@@ -110,7 +110,7 @@ def seeds(values: Any) -> tuple[int, ...]:
     found = [_seed(value) for value in values]
     if not found:
         raise ConfigError("seeds is empty; name at least one, such as 0,1,2")
-    _refuse_twice("seeds", found, "a seed counts once")
+    refuse_twice("seeds", found, "a seed counts once")
     return tuple(found)
 
 
@@ -120,7 +120,7 @@ def reference(wanted: Any, labels: Iterable[str]) -> str:
     if wanted is None:
         return known[0]
     check_values({"reference": wanted})
-    if (name := _clean(wanted)) not in known:
+    if (name := clean(wanted)) not in known:
         raise ConfigError(unknown("reference", shorten(name), known))
     return name
 
@@ -158,7 +158,7 @@ def switches(method: str, wanted: Any = None) -> dict[str, Section]:
             raise ConfigError(unknown(f"switch of {method}", shorten(str(name)), known))
     if not names:
         raise ConfigError(f"switches is empty; name some of {', '.join(known)}, or leave it out for all")
-    _refuse_twice("switches", names, "keep one of them")
+    refuse_twice("switches", names, "keep one of them")
     return {name: dict(known[name]) for name in names}
 
 
@@ -183,14 +183,25 @@ def declared_switches(method: str) -> Mapping[str, Mapping[str, Any]]:
 def label(entry: Any) -> str:
     """The word of an entry."""
     if not isinstance(entry, Mapping):
-        return _clean(entry)
+        return clean(entry)
     options = {key: value for key, value in entry.items() if key not in ("name", "preset")}
     preset = f"@{entry['preset']}" if "preset" in entry else ""
     return f"{entry.get('name')}{preset}" + "".join(f"+{key}={text(value)}" for key, value in options.items())
 
 
-def _clean(label: Any) -> str:
+def clean(label: Any) -> str:
+    """A label on one line, with single spaces."""
     return " ".join(str(label).split())
+
+
+def check_labels(what: str, labels: list[str], mend: str) -> None:
+    """Raise `ConfigError` for what cannot stand in a table: no text, control characters, the same twice."""
+    for label in labels:
+        if not label:
+            raise ConfigError(f"{what}: a label is empty; name what is to stand in the table")
+        if any(unicodedata.category(letter) == "Cc" for letter in label):
+            raise ConfigError(f"{what}: the label {shown(label)} has control characters; write it in plain text")
+    refuse_twice(what, labels, mend)
 
 
 def text(value: Any) -> str:
@@ -212,7 +223,8 @@ def _seed(value: Any) -> int:
     return seed
 
 
-def _refuse_twice(what: str, found: list[Any], mend: str) -> None:
-    twice = next((value for value in found if found.count(value) > 1), None)
+def refuse_twice(what: str, found: list[Any], mend: str) -> None:
+    """Raise `ConfigError` for a value that comes twice."""
+    twice = next((value for value, count in Counter(found).items() if count > 1), None)
     if twice is not None:
         raise ConfigError(f"{what}: '{shorten(str(twice))}' is given twice; {mend}")

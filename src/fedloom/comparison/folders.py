@@ -18,6 +18,7 @@ from fedloom.core.errors import CheckpointError, FedloomError
 from fedloom.evaluate.comparison import MEASURES
 
 TEXTS = ("method", "dataset", "scenario", "data_view")  # of a summary, what a comparison repeats
+PROCESS, MEMORY = "process.json", "own_peak_rss_bytes"  # what a run's own process was, and its peak memory there
 LARGEST = 1e30  # of a measure; whose square can still be summed
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -87,6 +88,22 @@ def finished(path: Path, method: str, seed: int, model: Any = None) -> Run:
     if (summary.get("method"), summary.get("seed")) != (method, seed):
         raise CheckpointError(f"'{file}' is of another run; {mend(path)}")
     return Run(path, summary, model)
+
+
+def keep_memory(path: Path, peak: int | None) -> None:
+    """Write down the peak memory of the process that the run of a folder had to itself, in bytes."""
+    from fedloom.engine.files import write_json
+
+    write_json(path / PROCESS, {MEMORY: peak})
+
+
+def own_memory(path: Path) -> dict[str, int]:
+    """`own_peak_rss_bytes` of the run of a folder; empty where it had no process to itself."""
+    try:
+        peak = json.loads((path / PROCESS).read_text(encoding="utf-8"))[MEMORY]
+    except DAMAGED:
+        return {}
+    return {MEMORY: peak} if isinstance(peak, int) and _is_measure(peak) else {}
 
 
 def reason(error: BaseException) -> str:

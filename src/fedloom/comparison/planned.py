@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.api import Run, checked_path, configure, resume, start
-from fedloom.build import Built, build
+from fedloom.build import build
 from fedloom.comparison import entries
 from fedloom.comparison.folders import check_began, check_free, finished, mend, reason, run_key
 from fedloom.comparison.settings import settings
@@ -24,10 +25,11 @@ from fedloom.evaluate.comparison import DOMAIN, OF_DOMAINS, OF_STAGES
 from fedloom.report.comparison import RUNS, is_comparison
 
 if TYPE_CHECKING:
+    from fedloom.build import Built
+    from fedloom.config import Config
     from fedloom.engine.experiment import Observer
 
 Resolved = Callable[[str, int], tuple[str, Any, Any, Any]]
-Make = Callable[[str, int], tuple[Built, Any]]
 Tell = Callable[[str], None]
 PATIENCE = 5.0  # seconds of checking after which it is told what is being checked
 LONGEST = 100  # characters of a word in the name of a folder
@@ -35,12 +37,15 @@ UNFINISHED = ("failed", "unfinished")  # states of runs that were begun and have
 
 
 class Checked(NamedTuple):
-    """A run that can be assembled: its key, whether clients may predict otherwise than the global view, its stream."""
+    """A run that can be assembled: its key, whether clients may predict otherwise than the global view, its stream, the
+    kind of its device.
+    """
 
     key: str
     personal: bool
     domains: tuple[str, ...]
     stages: int
+    device: str
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,9 @@ class Planned:
 
     settings: what is set over the recipe, see `fedloom.comparison.settings`. metric: key of the result whose test the
     table shows. methods: label -> resolved section `method`. checked: label -> seed -> what is known of the run.
-    make: (label, seed) -> the assembled run and the user's own model. given: what a run needs to be opened and gone
-    on with: the user's own data and model, and workers (None: as they were).
+    resolved: (label, seed) -> what `fedloom.api.configure` gives. given: what a run needs beside that to be made,
+    opened and gone on with: the user's own data and model, and workers (None: as they were). threads: of every run.
+    store: where the folders of the runs are. setting: of a sweep, in words.
     """
 
     title: str
@@ -62,8 +68,11 @@ class Planned:
     seeds: tuple[int, ...]
     methods: Mapping[str, Mapping[str, Any]]
     checked: Mapping[str, Mapping[int, Checked]]
-    make: Make
+    resolved: Resolved
     given: Mapping[str, Any]
+    threads: int
+    store: Path
+    setting: str = ""
 
     @property
     def keys(self) -> dict[str, dict[int, str]]:
@@ -81,7 +90,7 @@ class Planned:
 
     def path(self, key: str) -> Path:
         """Folder of the run with that key."""
-        return self.folder / RUNS / key
+        return self.store / key
 
     def state(self, key: str) -> str:
         """`done`, `failed`, `unfinished` or `missing`, as the folder of the run says."""
@@ -95,15 +104,7 @@ class Planned:
 
     def held(self, key: str) -> bool:
         """Whether another process works on the run."""
-        from fedloom.engine.folder import RunFolder
-
-        try:
-            RunFolder(self.path(key)).close()
-        except ConfigError:
-            return True
-        except OSError:  # there is no folder yet, or none that can be written
-            return False
-        return False
+        return held(self.path(key))
 
     def open(self, key: str) -> Run:
         """The finished run; `CheckpointError` when the folder is damaged or holds another one."""
@@ -113,38 +114,69 @@ class Planned:
 
     def carry(self, key: str, observers: Sequence[Observer]) -> Run:
         """Run it, go on with it, or open it; `CheckpointError` when the folder cannot be used."""
-        path, state = self.path(key), self.state(key)
-        if state == "done":
+        if self.state(key) == "done":
             return self.open(key)
-        if state == "missing":
-            check_free(path)
-            built, model = self.make(*self.runs[key])
-            return start(built, path, observers, model)
-        check_began(path, key, self.given)
-        try:
-            return resume(path, observers=observers, **self.given)
-        except CheckpointError as error:
-            raise CheckpointError(f"'{path}' cannot be gone on with ({reason(error)}); {mend(path)}") from error
+        return carry(self.path(key), key, self.resolved(*self.runs[key])[1], self.given, observers)
+
+
+def held(path: Path) -> bool:
+    """Whether a process works on the run of a folder."""
+    from fedloom.engine.folder import RunFolder
+
+    try:
+        RunFolder(path).close()
+    except ConfigError:
+        return True
+    except OSError:  # there is no folder yet, or none that can be written
+        return False
+    return False
+
+
+def carry(path: Path, key: str, config: Config, given: Mapping[str, Any], observers: Sequence[Observer]) -> Run:
+    """Run a configuration in the folder that its key names, or go on with it there.
+
+    given: the user's own data and model, and workers for a run that is gone on with. Raises `CheckpointError` when the
+    folder cannot be used.
+    """
+    if not (path / "config.yaml").exists():
+        check_free(path)
+        built = build(config, data=given["data"], model=given["model"])
+        if _key(built) != key:
+            raise ConfigError(
+                f"what is to be run is not what the key {key[:12]} stands for: the data, the model or a file of the "
+                "method have changed since the comparison was checked; call it again"
+            )
+        return start(built, path, observers, given["model"])
+    check_began(path, key, given)
+    try:
+        return resume(path, observers=observers, **given)
+    except CheckpointError as error:
+        raise CheckpointError(f"'{path}' cannot be gone on with ({reason(error)}); {mend(path)}") from error
 
 
 def plan(
     recipe_or_config: Any,
     methods: Any,
     seeds: Any,
+    /,
     *,
     out: Any,
     reference: Any,
     metric: Any = None,
+    setting: str = "",
+    store: Path | None = None,
     tell: Tell | None = None,
     **given: Any,
 ) -> Planned:
     """Check everything that `compare` is asked for. tell: told what is checked when that takes long.
 
-    Raises `ConfigError` or `DataError`.
+    setting: of a sweep, for the title. store: folder of the runs, by default `runs` in that of the comparison. Raises
+    `ConfigError` or `DataError`.
     """
     sections = entries.sections(methods)
     title = f"Comparison of {len(sections)} methods" if len(sections) > 1 else next(iter(sections))
-    named = {"title": title, "name": "compare", "metric": metric}
+    title += f", {setting}" if setting else ""
+    named = {"title": title, "name": "compare", "metric": metric, "setting": setting, "store": store}
     return _plan(recipe_or_config, sections, seeds, given, out=out, reference=reference, tell=tell, **named)
 
 
@@ -152,6 +184,7 @@ def plan_ablation(
     method: Any,
     recipe_or_config: Any,
     seeds: Any,
+    /,
     *,
     switches: Any,
     out: Any,
@@ -187,6 +220,8 @@ def _plan(
     title: str,
     name: str,
     part: str = "",
+    setting: str = "",
+    store: Path | None = None,
 ) -> Planned:
     numbers, reference, metric = entries.seeds(seeds), entries.reference(reference, sections), entries.metric(metric)
     common, layer = _common(given)
@@ -194,39 +229,39 @@ def _plan(
     def resolved(label: str, seed: int) -> tuple[str, Any, Any, Any]:
         return configure(source, method={**common, **sections[label]}, seed=seed, **layer)
 
-    def make(label: str, seed: int) -> tuple[Built, Any]:
-        _, config, own_data, own_model = resolved(label, seed)
-        return build(config, data=own_data, model=own_model), own_model
-
     trees = _trees(resolved, lambda: configure(source, **layer), sections, common, numbers[0], part)
     recipe, config, own_data, own_model = next(iter(trees.values()))
-    folder = _folder(out, Path("runs") / recipe / name)
-    workers = config.engine.workers
+    workers = None if config.engine.workers == "auto" else config.engine.workers
     return Planned(
         title=title,
         recipe=recipe,
         settings=settings(source, given),
-        folder=folder,
+        folder=(folder := out_folder(out, Path("runs") / recipe / name)),
         reference=reference,
         metric=metric,
         seeds=numbers,
         methods={label: tree[1].method for label, tree in trees.items()},
-        checked=_checked(make, tuple(sections), numbers, metric, tell),
-        make=make,
-        given={"data": own_data, "model": own_model, "workers": None if workers == "auto" else workers},
+        checked=_checked(resolved, tuple(sections), numbers, metric, tell),
+        resolved=resolved,
+        given={"data": own_data, "model": own_model, "workers": workers},
+        threads=config.engine.threads,
+        store=folder / RUNS if store is None else store,
+        setting=setting,
     )
 
 
-def _folder(out: Any, default: Path) -> Path:
-    """Where the comparison goes; `ConfigError` for what is no path, and for the folder of a run."""
+def out_folder(out: Any, default: Path) -> Path:
+    """Where a comparison goes; `ConfigError` for what is no path or no folder, and for the folder of a run."""
     path = default if out is None else checked_path("out", out)
     try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+        mode = path.stat().st_mode
+    except FileNotFoundError:
         return path
     except (OSError, ValueError) as error:  # a loop of links, a null byte, a lone surrogate
         told = getattr(error, "strerror", None) or error
         raise ConfigError(f"out {shown(str(path))} is no usable path: {told}; name another") from error
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"out is '{path}', which is a file; name a folder")
     if (path / "config.yaml").exists() and not is_comparison(path):
         raise ConfigError(f"out is '{path}', which is the folder of a run (it holds config.yaml); name another folder")
     return path
@@ -253,18 +288,18 @@ def _trees(
             if part:
                 place = f"{part} {label}: " if found else ""
             else:
-                common_slip = not found and _refusal(base) == str(error)
+                common_slip = not found and refusal(base) == str(error)
                 place = "" if common_slip or f"'{label}'" in str(error) else f"{label}: "
             error.args = (f"{place}{error}{_for_one(common, label, sections)}",)
             raise
     return found
 
 
-def _refusal(configured: Callable[[], Any]) -> str:
-    """Why something cannot be configured; empty when it can."""
+def refusal(planned: Callable[[], object]) -> str:
+    """Why something cannot be configured or planned; empty when it can."""
     try:
-        configured()
-    except ConfigError as error:
+        planned()
+    except FedloomError as error:
         return str(error)
     return ""
 
@@ -299,7 +334,7 @@ def _common(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _checked(
-    make: Make, labels: Sequence[str], seeds: Sequence[int], metric: str, tell: Tell | None
+    resolved: Resolved, labels: Sequence[str], seeds: Sequence[int], metric: str, tell: Tell | None
 ) -> dict[str, dict[int, Checked]]:
     """Label -> seed -> what is known of a run that can be assembled."""
     found: dict[str, dict[int, Checked]] = {label: {} for label in labels}
@@ -310,24 +345,29 @@ def _checked(
                 number = sum(map(len, found.values())) + 1
                 tell(f"checking run {number} of {len(labels) * len(seeds)}: {label}, seed {seed}")
                 told = time.monotonic()
-            found[label][seed] = _check(make, label, seed)
+            found[label][seed] = _check(resolved, label, seed)
             _check_metric(metric, found[label][seed])
     return found
 
 
-def _check(make: Make, label: str, seed: int) -> Checked:
+def _check(resolved: Resolved, label: str, seed: int) -> Checked:
     try:
-        built = make(label, seed)[0]
+        _, config, own_data, own_model = resolved(label, seed)
+        built = build(config, data=own_data, model=own_model)
         if files := edited(built.config):
             raise ConfigError(
                 f"'{files[0]}' was edited after Python had imported it; start Python anew, or importlib.reload it"
             )
-        key = run_key({"config_hash": built.hash, **sources(built.config)})
+        key = _key(built)
     except FedloomError as error:
         error.args = (f"{label}, seed {seed}: {error}",)
         raise
-    stream = built.experiment.plan
-    return Checked(key, built.experiment.method.personal, tuple(stream.domains), stream.num_stages)
+    made, stream = built.experiment, built.experiment.plan
+    return Checked(key, made.method.personal, tuple(stream.domains), stream.num_stages, made.forward.device.type)
+
+
+def _key(built: Built) -> str:
+    return run_key({"config_hash": built.hash, **sources(built.config)})
 
 
 def _check_metric(metric: str, run: Checked) -> None:

@@ -6,12 +6,23 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fedloom.config import Config, resolve
 from fedloom.config.digest import NEUTRAL
 from fedloom.config.layers import merge, nested
 from fedloom.config.options import plain
 from fedloom.own_model import identity
 
 APART = ("method", "seed")  # what methods and seeds of a comparison tell
+
+
+def by_section(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer whose keys, dotted or not, all begin with a section; `ConfigError` for any other, as in `fedloom.run`.
+
+    So none can have the name of an argument of `fedloom.comparison.planned.plan`. data, model and engine are there.
+    """
+    if stray := {key: value for key, value in layer.items() if key.partition(".")[0] not in Config.model_fields}:
+        resolve(stray)
+    return {"data": None, "model": None, "engine": None, **layer}
 
 
 def settings(source: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,8 +81,11 @@ def find(recipe: str) -> tuple[str, dict[str, Any]]:
     A file may hold the key `base`: a recipe's name, or the path of another file from its own folder, over which its
     own values go.
     """
-    name, path = _located(recipe)
-    return name, _based(read_yaml(path), path, (path,))
+    name, path = located(recipe)
+    layer = read_yaml(path)
+    if "methods" in layer:
+        raise ConfigError(f"'{path}' names methods to compare; call `fedloom compare` or `fedloom sweep` with it")
+    return name, _based(layer, path, (path,))
 
 
 def _based(layer: dict[str, Any], path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -110,8 +113,8 @@ def _based(layer: dict[str, Any], path: Path, above: tuple[Path, ...]) -> dict[s
     return merge(*(nested(part) for part in layers))
 
 
-def _located(recipe: str) -> tuple[str, Path]:
-    """(name, file) of a recipe or of a YAML file."""
+def located(recipe: str) -> tuple[str, Path]:
+    """(name, file) of a recipe or of a YAML file. Raises `ConfigError` for what is neither."""
     path = Path(recipe)
     names = recipe_names()
     if recipe in names:
@@ -225,7 +228,7 @@ def merge(low: Layer, high: Layer, path: tuple[str, ...] = ()) -> dict[str, Any]
     """`high` over `low`, mapping by mapping. Where `high` changes a choice, options of the old one go.
 
     A changed method drops every lower option; a changed preset drops those that either preset sets; a changed
-    kind, optimiser or schedule keeps the options that the new one has too. So an option is never left to fail,
+    kind, optimiser, schedule or model keeps the options that the new one has too. So an option is never left to fail,
     or to hide what was just asked for.
     """
     low = _surviving(low, high, path)
@@ -239,6 +242,8 @@ def merge(low: Layer, high: Layer, path: tuple[str, ...] = ()) -> dict[str, Any]
 
 def _surviving(low: Layer, high: Layer, path: tuple[str, ...]) -> Layer:
     key = CHOICES.get(path)
+    if path == ("model",):
+        return _same_model(low, high)
     if key is None:
         return low
     if key in high and low.get(key) not in (None, high[key]):
@@ -246,6 +251,18 @@ def _surviving(low: Layer, high: Layer, path: tuple[str, ...]) -> Layer:
     if path == ("method",) and "preset" in high and high["preset"] != low.get("preset", "paper"):
         return _without_presets(low, high)
     return low
+
+
+def _same_model(low: Layer, high: Layer) -> Layer:
+    """The section `model` below another choice of network: its weights go, and options that the new one lacks."""
+    options = low.get("options")
+    if "name" not in high or low.get("name") in (None, high["name"]):
+        return low
+    from fedloom.models.registry import defaults
+
+    known = defaults(str(high["name"]))
+    kept = {k: v for k, v in options.items() if k in known} if isinstance(options, Mapping) else {}
+    return {k: v for k, v in low.items() if k not in ("options", "weights")} | ({"options": kept} if kept else {})
 
 
 def _without_presets(low: Layer, high: Layer) -> Layer:

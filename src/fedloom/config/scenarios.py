@@ -88,13 +88,14 @@ class Iid(Section):
 
 
 class Dirichlet(Section):
-    """Shares of every class drawn from Dir(alpha); variants as in `fedloom.data.dirichlet`."""
+    """Shares of every class, or of every domain (`by`), drawn from Dir(alpha); see `fedloom.data.dirichlet`."""
 
     kind: Literal["dirichlet"] = "dirichlet"
     clients: Clients = 10
     alpha: Positive = 0.5
     min_size: Natural = 0
     variant: Literal["balanced", "plain"] = "balanced"
+    by: Literal["class", "domain"] = "class"
 
 
 class QuantityLabel(Section):

@@ -12,7 +12,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import Field, PlainValidator, Tag
+from pydantic import Discriminator, Field, PlainValidator, Tag
 
 from fedloom.config.scenarios import ClassIncremental, Dirichlet, PartitionSection, StreamSection
 from fedloom.config.values import (
@@ -28,6 +28,7 @@ from fedloom.config.values import (
     Section,
     Seed,
     Threads,
+    Words,
     choice_of,
     count_or,
     is_int,
@@ -54,12 +55,6 @@ def _device(value: Any) -> str:
     raise ValueError("must be auto, cpu, cuda, cuda:N or mps")
 
 
-def _tracker(value: Any) -> None:
-    if value is None:
-        return None
-    raise ValueError("must be null: this version has no trackers")
-
-
 class Data(Section):
     """Where examples come from. root: local mirror of hub repositories (else FEDLOOM_DATA, else the hub).
 
@@ -67,6 +62,10 @@ class Data(Section):
     domain: the column of domain labels, `folders` for folder:PATH with one folder per domain and in it one per class,
     `none` to ignore domains; null is what the catalogue says. image_size: resize images to squares.
     test_fraction: test part of data that come without a test split.
+    text: column of texts to classify, detected when null. tokenizer: of texts, a path or a name of the hub; null trains
+    one of at most vocab_size entries. max_length: tokens kept of a text, null: 128, or 256 of a question with
+    an option. scoring: what of a question is scored, its
+    options (`choice`) or their letters (`letter`).
     """
 
     name: str = "sklearn/digits"
@@ -80,12 +79,17 @@ class Data(Section):
     train_split: str | None = None
     test_split: str | None = None
     test_fraction: OpenFraction = 0.2
+    text: str | None = None
+    tokenizer: str | None = None
+    vocab_size: Annotated[int, Ge(300), Le(10**6)] = 8000
+    max_length: Annotated[int, Ge(2), Le(10**5)] | None = None
+    scoring: Literal["choice", "letter"] = "choice"
 
 
 class Model(Section):
     """A backbone by name, or a factory `package.module:attribute`. weights: path of a local state dict.
 
-    name `auto`: mlp for vectors, digits_cnn for images below 16x16, small_cnn for all others.
+    name `auto`: mlp for vectors, switch_encoder for texts, digits_cnn for images below 16x16, small_cnn for all others.
     """
 
     name: str = "auto"
@@ -216,6 +220,50 @@ class Checkpoint(Section):
     keep: Count = 2
 
 
+class Tensorboard(Section):
+    """TensorBoard's event files, in the run folder. (`tracker: null`, the default, is no tracker.)"""
+
+    name: Literal["tensorboard"] = "tensorboard"
+
+
+class Wandb(Section):
+    """Weights & Biases. mode: `offline` writes into the run folder, for `wandb sync`; `online` needs `wandb login`.
+
+    group: what W&B groups runs by. entity: user or team, W&B's default when null.
+    """
+
+    name: Literal["wandb"] = "wandb"
+    mode: Literal["offline", "online"] = "offline"
+    project: Words = "fedloom"
+    entity: Words | None = None
+    group: Words | None = None
+    tags: tuple[Words, ...] = ()
+
+
+class Mlflow(Section):
+    """MLflow. uri: of its store, or a folder; null is `mlruns` in the run folder. experiment: is made if missing."""
+
+    name: Literal["mlflow"] = "mlflow"
+    uri: Words | None = None
+    experiment: Words = "fedloom"
+
+
+def _tracker(value: Any) -> str:
+    """The tag of a tracker; of a mapping without a name none, so that it is asked for."""
+    if value is None:
+        return "null"
+    return str(value.get("name")) if isinstance(value, dict) else getattr(value, "name", "tensorboard")
+
+
+TrackerSection = Annotated[
+    Annotated[None, Tag("null")]
+    | Annotated[Tensorboard, Tag("tensorboard")]
+    | Annotated[Wandb, Tag("wandb")]
+    | Annotated[Mlflow, Tag("mlflow")],
+    Discriminator(_tracker),
+]
+
+
 class Config(Section):
     """The whole tree. `method` holds name, preset and every option, already checked against the method."""
 
@@ -228,7 +276,7 @@ class Config(Section):
     engine: Engine = Engine()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
-    tracker: Annotated[None, PlainValidator(_tracker)] = None
+    tracker: TrackerSection = None
     seed: Seed = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -242,5 +290,6 @@ CHOICES = {
     ("partition",): "kind",
     ("training", "schedule"): "name",
     ("training", "optimizer"): "name",
+    ("tracker",): "name",
 }
 NAMED = {**CHOICES, ("data",): "name", ("model",): "name", ("engine",): "name"}  # a bare name stands for these

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, ConfigDict, Discriminator, PlainValidator
 
 # Upper bounds: numbers beyond them are slips of the hand. Training in 32 bits cannot use rates of 1e38, and lists
@@ -24,6 +24,7 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 Share = Annotated[float, Gt(0), Le(1)]
 OpenFraction = Annotated[float, Gt(0), Lt(1)]
 Below1 = Annotated[float, Ge(0), Lt(1)]
+Words = Annotated[str, MinLen(1)]
 
 
 def is_int(value: Any, low: int = 0, most: int = MOST) -> bool:

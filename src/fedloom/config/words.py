@@ -25,6 +25,7 @@ WANTED = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_too_short": "text that is not empty",
     "none_required": "null",
     "int_parsing": "a whole number",
     "float_parsing": "a number",
@@ -69,9 +70,11 @@ def _sentence(dotted: str, first: Any, same: Sequence[Any], model: type[BaseMode
     if kind == "missing":
         return f"{dotted} is missing: give it a value"
     if kind.startswith("union_tag"):
-        expected = [tag.strip("'") for tag in first["ctx"].get("expected_tags", "").split(", ")]
+        expected = [t for tag in first["ctx"].get("expected_tags", "").split(", ") if (t := tag.strip("'")) != "null"]
         key = "kind" if dotted in ("stream", "partition") else "name"
         given = value.get(key) if isinstance(value, dict) else value
+        if given is None:
+            return f"{dotted}.{key} is missing: set it to one of {', '.join(sorted(expected))}"
         tags = [f"{tag}PartitionerClass" if tag == "flwr:" else tag for tag in expected]
         return unknown(f"{dotted}.{key}", given if isinstance(given, str) else shown(given), tags)
     if kind in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):

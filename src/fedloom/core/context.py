@@ -79,6 +79,7 @@ class Net:
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self._buffers = state_buffers(self.module)
         self._given_away = False
+        self._first: dict[str, dict[str, Tensor]] | None = None
         self._rebuilt: dict[Hashable, Net] = {}
         self._twins: dict[str, Net] = {}
 
@@ -93,10 +94,18 @@ class Net:
         return getattr(self.module, "class_rows", {})
 
     def fresh(self) -> dict[str, dict[str, Tensor]]:
-        """Initial values as `{"params": ..., "buffers": ...}`, canonical and on the CPU."""
+        """Initial values as `{"params": ..., "buffers": ...}`, canonical and on the CPU.
+
+        Of a network with frozen parts, which take long to read and are not among them, they are kept.
+        """
+        if self._first is not None:
+            return {field: dict(tree) for field, tree in self._first.items()}
         module = self.factory()
         params = {n: canonical(p.cpu()) for n, p in module.named_parameters() if p.requires_grad}
-        return {"params": params, "buffers": {n: canonical(b.cpu()) for n, b in state_buffers(module).items()}}
+        found = {"params": params, "buffers": {n: canonical(b.cpu()) for n, b in state_buffers(module).items()}}
+        if any(not p.requires_grad for p in module.parameters()):
+            self._first = {field: dict(tree) for field, tree in found.items()}
+        return found
 
     @torch.no_grad()
     def bind(self, params: Tensors, buffers: Tensors | None = None) -> Mapping[str, nn.Parameter]:

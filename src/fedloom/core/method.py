@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -67,6 +67,13 @@ class ModelSpec(Protocol):
         """The backbone with a fixed-width linear head."""
         ...
 
+    def clip(self) -> Any:
+        """The frozen towers of a vision-language model and the words of the classes, `fedloom.models.clip.Clip`.
+
+        Raises `ConfigError` where the configured network is none.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Method:
@@ -79,6 +86,8 @@ class Method:
     holds all data of the stages seen so far, at the stream's budget, "pooled_cumulative_all" at full budget (see
     `fedloom.engine.views`); no real federation can grant the last two. A property where an option chooses it.
     needs_domains: the method reads the domain of every training example; data without domains are refused.
+    needs_experts: the network must have mixture-of-experts layers (see `fedloom.core.moe`); others are refused.
+    needs_clip: the network is built from a vision-language model, `ModelSpec.clip`; others are refused.
     """
 
     reveals: ClassVar[Mapping[str, str]] = {}
@@ -86,6 +95,8 @@ class Method:
     personal: ClassVar[bool] = True
     data_view: ClassVar[str] = "stream"
     needs_domains: ClassVar[bool] = False
+    needs_experts: ClassVar[bool] = False
+    needs_clip: ClassVar[bool] = False
 
     def module(self, spec: ModelSpec) -> nn.Module:
         """The network that every process builds once; the same values each time it is called."""
@@ -116,7 +127,7 @@ class Method:
         raise TypeError(f"{type(self).__name__} defines no server_update")
 
     def exchanges(self) -> Mapping[str, Exchange]:
-        """Named exchanges; `plan` refers to them."""
+        """Named exchanges; `plan` refers to them. A method without any trains nothing and plans no trip."""
         return {"train": Exchange(self.send, self.client_update, self.server_update)}
 
     def plan(self, stage: Stage) -> Iterable[Trip]:

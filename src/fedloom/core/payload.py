@@ -7,8 +7,8 @@ they are neither counted nor sent. `ClassRows` says which tensors have such rows
 
 from __future__ import annotations
 
+import cmath
 import hashlib
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -121,7 +121,7 @@ def is_finite(tensor: Tensor) -> bool:
         tensor = tensor.float()  # torch has no sum of these
     if tensor.is_complex() and tensor.element_size() == 4:
         tensor = torch.view_as_real(tensor)
-    if tensor.numel() == 0 or math.isfinite(abs(complex(tensor.sum().item()))):
+    if tensor.numel() == 0 or cmath.isfinite(tensor.sum().item()):
         return True
     return bool(torch.isfinite(tensor).all())
 

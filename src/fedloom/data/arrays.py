@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from fedloom.core import DataError
 from fedloom.core.errors import origin
 from fedloom.data.labels import index_domains, index_labels
+from fedloom.data.reading import TextReading
 from fedloom.data.source import Source, assemble
+from fedloom.data.texts import checked_texts, text_source
 
 CHANNELS = (1, 3, 4)
+SPLITS = ("train", "test")
 FORMS = {  # number of arrays -> what they are
     2: ("x", "y"),
     3: ("x", "y", "domain"),
@@ -31,14 +35,16 @@ def from_arrays(
     test_fraction: float = 0.2,
     split_seed: int = 0,
     cache: Path | None = None,
+    text: TextReading | None = None,
 ) -> Source:
     """Build a source from `(x, y)`, `(x_train, y_train, x_test, y_test)`, a torch dataset or a pair of them.
 
     With domains: `(x, y, domain)` or `(x_train, y_train, domain_train, x_test, y_test, domain_test)`.
     x: [n, ...] arrays or tensors. Images are [n, channels, height, width], [n, height, width] (grey) or
     [n, height, width, channels]; 8-bit images are normalised by statistics of the train split, floats are used
-    as they are. y: [n] integers or text; other values than 0..C-1 are re-indexed with a note. domain: [n] integers or
-    text, the domains' names.
+    as they are. Texts are a list or an array [n] of str; text: how they are read.
+    y: [n] integers or text; other values than 0..C-1 are re-indexed with a note. domain: [n] integers or text, the
+    domains' names.
     Raises `DataError` in words that name the part and the mend.
     """
     parts = _parts(data)
@@ -49,14 +55,34 @@ def from_arrays(
     columns = [parts[k::width] for k in range(width)]
     _check_lengths(columns)
     notes: list[str] = []
-    xs = _inputs(columns[0], notes)
+    words = [_is_text(x) for x in columns[0]]
+    if any(words) and not all(words):
+        raise DataError("data: one split holds texts and the other does not; give both the same kind")
+    xs: list[Any] = [_texts(*split) for split in zip(SPLITS, columns[0], strict=False)] if all(words) else []
+    xs = xs or _inputs(columns[0], notes)
     *ys, names, changed = index_labels(*columns[1], names=class_names)
     *ds, domains, more = index_domains(*columns[2]) if width == 3 else ((), [])
     splits = [tuple(column[i] for column in (xs, ys, ds) if column) for i in range(len(xs))]
-    return assemble(
-        name, splits[0], splits[1] if len(splits) > 1 else None, names, domain_names=domains,
-        test_fraction=test_fraction, split_seed=split_seed, notes=(*dict.fromkeys(notes), *changed, *more), cache=cache,
-    )  # fmt: skip
+    about = {
+        "domain_names": domains, "test_fraction": test_fraction, "split_seed": split_seed,
+        "notes": (*dict.fromkeys(notes), *changed, *more), "cache": cache,
+    }  # fmt: skip
+    if all(words):
+        where = [partial(_place, split) for split in SPLITS]
+        return text_source(name, splits, names, text or TextReading(), where=where, **about)
+    return assemble(name, splits[0], splits[1] if len(splits) > 1 else None, names, **about)
+
+
+def _is_text(x: np.ndarray) -> bool:
+    return x.ndim == 1 and (x.dtype.kind == "U" or (x.dtype.kind == "O" and any(isinstance(v, str) for v in x)))
+
+
+def _place(split: str, row: int) -> str:
+    return f"data: example {row} of the {split} split"
+
+
+def _texts(split: str, x: np.ndarray) -> list[str]:
+    return checked_texts(x.tolist(), "x", partial(_place, split))
 
 
 def _check_lengths(columns: Sequence[Sequence[np.ndarray]]) -> None:
@@ -144,6 +170,8 @@ def _array(value: Any) -> np.ndarray:
     if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided or value.is_quantized):
         raise DataError("data: a tensor is sparse, quantised or on the device meta; pass a dense one (x.to_dense())")
     try:
+        if isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
+            return np.asarray(value, object)  # a text array would give every text the room of the longest
         if not isinstance(value, torch.Tensor):
             return np.asarray(value)
         value = value.detach().cpu().resolve_conj().resolve_neg()
@@ -156,7 +184,7 @@ def _inputs(splits: Sequence[np.ndarray], notes: list[str]) -> list[np.ndarray]:
     """Stored inputs of all splits, which are of one kind: 8-bit or float."""
     for x in splits:
         if x.dtype.kind not in "fiub":
-            raise DataError(f"data: inputs must be numbers, got dtype {x.dtype}")
+            raise DataError(f"data: inputs must be numbers or texts, got dtype {x.dtype}")
         if x.ndim < 2:
             raise DataError(f"data: inputs must be [n, features] or images, got shape {x.shape}; use x.reshape(-1, 1)")
         if not x.size:

@@ -74,7 +74,9 @@ class Cache:
             return found["sha256"]
         sha = hashlib.sha256()
         for path in files:
-            sha.update(f"\x1e{path.relative_to(base).as_posix()}\x1f{path.stat().st_size}\x1f".encode())
+            sha.update(
+                f"\x1e{path.relative_to(base).as_posix()}\x1f{path.stat().st_size}\x1f".encode(errors="surrogateescape")
+            )
             hash_file(path, sha)
         newest = max((max(m, c) for _, _, m, c in stats), default=0) / 1e9
         if time.time() - newest > CLOCK:

@@ -14,7 +14,7 @@ class Entry:
 
     hub: repository on the Hugging Face hub. statistics: published (mean, std) per channel, else measured on the
     train split. test_split None: a fixed stratified part of the train split. granularity: named task counts.
-    domain: column of the domain labels, None for data without domains.
+    domain: column of the domain labels, None for data without domains. text: column of texts to classify.
     """
 
     hub: str
@@ -27,6 +27,7 @@ class Entry:
     test_split: str | None = "test"
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     granularity: Mapping[str, int] = field(default_factory=dict)
+    text: str | None = None
 
 
 _CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -76,6 +77,15 @@ ENTRIES: Mapping[str, Entry] = {
         Entry(
             "flwrlabs/pacs", "PACS, four visual domains, RGB, 7 classes", "image", "label", "domain", test_split=None
         ),
+        Entry("fancyzhx/ag_news", "AG News, news texts, 4 classes", label="label", text="text"),
+        Entry(
+            "cais/mmlu", "MMLU, questions with 4 options, 57 subjects as domains", label="answer", domain="subject",
+            config="all", train_split="test", test_split=None,
+        ),
+        Entry(
+            "Rowan/hellaswag", "HellaSwag, situations with 4 endings, activities as domains", label="label",
+            domain="activity_label", train_split="validation", test_split=None,
+        ),
     )
 }  # fmt: skip
 
@@ -87,12 +97,16 @@ def catalogue() -> list[tuple[str, str]]:
     known = [(entry.hub, entry.what) for entry in ENTRIES.values()]
     return [
         *known,
-        ("OWNER/NAME", "any image data set of the hub, or of the mirror that data.root names"),
+        ("OWNER/NAME", "any image or text data set of the hub, or of the mirror that data.root names"),
         (
             "folder:PATH",
             "image folder, one subfolder per class, optionally under train/ and test/; data.domain=folders: "
             "one subfolder per domain, in it one per class",
         ),
-        ("parquet:PATH", "parquet file or folder with a label column and an image column or numeric columns"),
+        (
+            "parquet:PATH",
+            "parquet file or folder with a label column and an image column, a text column or numeric columns, or with "
+            "question, choices and answer",
+        ),
         ("domains:NAME,NAME", "data sets of the same classes as the domains of one, such as domains:mnist,usps"),
     ]

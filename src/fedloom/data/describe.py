@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedloom.data.plan import Plan
+    from fedloom.data.text import Text
 
 LISTED = 1000  # clients written out; beyond, a sample stands for them
 SAMPLE = 100
@@ -22,8 +23,8 @@ def spread(count: int, most: int) -> Sequence[int]:
 def describe_plan(plan: Plan) -> dict[str, Any]:
     """Rule, tasks and, per stage and client, the task, the size and the examples per class id and per domain id.
 
-    Domains are told of where the data have any. With more than 1,000 clients only the rule and 100 clients at even
-    distances are written; `complete` says so.
+    Domains are told of where the data have any, and what the texts are where they are texts. With more than 1,000
+    clients only the rule and 100 clients at even distances are written; `complete` says so.
     """
     complete = plan.num_clients <= LISTED
     clients = range(plan.num_clients) if complete else spread(plan.num_clients, SAMPLE)
@@ -34,6 +35,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "rule": _plain(plan.rule),
         "class_names": list(plan.source.class_names),
         **({"domain_names": list(plan.domains)} if plan.domains else {}),
+        **({"text": _text(plan.source.text)} if plan.source.text else {}),
         "tasks": [list(task) for task in plan.tasks],
         **({"task_domains": [list(domains) for domains in plan.task_domains]} if plan.domains else {}),
         "clients": plan.num_clients,
@@ -45,6 +47,11 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "stages": [_stage(plan, s, clients) for s in range(plan.num_stages)],
         "notes": list(plan.notes),
     }
+
+
+def _text(text: Text) -> dict[str, Any]:
+    """What the texts are, without the tokeniser."""
+    return {key: value for key, value in text.as_dict().items() if key != "tokenizer"}
 
 
 def _test_examples(plan: Plan) -> list[dict[str, int]]:

@@ -15,12 +15,14 @@ from fedloom.data.ranges import at_least, feasible, positive
 ATTEMPTS = 100
 TRIES = 10  # where the repair can end it
 VARIANTS = ("balanced", "plain")
+GROUPS = ("class", "domain")
 
 
 @dataclass(frozen=True)
 class Dirichlet:
     """Per class, shares of the clients ~ Dir(alpha * 1_N).
 
+    by: "class", or "domain" for the same per domain, whatever the classes.
     variant "balanced": a client that already holds n/N examples of the task gets nothing of the next class, as in
     the code of LANDER (CVPR 2024) and FedCBDR (NeurIPS 2025); "plain": no such cap (NIID-Bench, arXiv 2102.02079).
     Cut points are floored. Differs: clients take turns in random order per class, since the last of them gets the
@@ -33,6 +35,7 @@ class Dirichlet:
     alpha: float = 0.5
     min_size: int = 0
     variant: str = "balanced"
+    by: str = "class"
     overlaps = False
 
     def __post_init__(self) -> None:
@@ -42,6 +45,8 @@ class Dirichlet:
             raise ConfigError(
                 f"partition.variant must be balanced or plain, got '{self.variant}'.{closest(self.variant, VARIANTS)}"
             )
+        if self.by not in GROUPS:
+            raise ConfigError(f"partition.by must be class or domain, got '{self.by}'.{closest(self.by, GROUPS)}")
 
     def split(self, y: np.ndarray, clients: int, seed: int) -> tuple[Parts, list[str]]:
         """See `fedloom.data.partition.Partition.split`."""

@@ -65,9 +65,19 @@ def _split(name: str, root: Path, domains: bool) -> Split:
     missing = next((p for p in found if not p.is_file()), None)
     if missing is not None:
         raise DataError(f"image '{missing}' is a link to nothing; remove or mend it")
+    _check_names(root, found)
     if domains:
         _check_levels(root, found)
     return Split(root, found, domains)
+
+
+def _check_names(root: Path, files: Sequence[Path]) -> None:
+    """Refuse names of folders whose bytes are no UTF-8: they are names of classes, and go into every file of a run."""
+    for folder in sorted({p.parent for p in files}):
+        try:
+            str(folder.relative_to(root)).encode()
+        except UnicodeEncodeError:
+            raise DataError(f"the name of folder {str(folder)!a} is no UTF-8 text; rename it") from None
 
 
 def _check_levels(root: Path, files: Sequence[Path]) -> None:

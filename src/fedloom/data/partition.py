@@ -137,20 +137,37 @@ def on_domains(
     domains: domain of every training example, int64, with their names. Raises `DataError` where a rule needs them and
     there are none.
     """
-    if not isinstance(rule, ByDomain):
+    per_domain = isinstance(rule, Dirichlet) and rule.by == "domain"
+    if not isinstance(rule, ByDomain) and not per_domain:
         return lambda rows: rule, []
     if domains is None or not names:
         kind = next(name for name, known in KINDS.items() if isinstance(rule, known))
+        what = f"'{kind}'{' by domain' if per_domain else ''}"
         raise DataError(
-            f"partition.kind '{kind}' deals out domains, but the data have no domain labels; name their column with "
+            f"partition.kind {what} deals out domains, but the data have no domain labels; name their column with "
             "data.domain (folders domain/class: data.domain=folders), or take a kind without domains, such as dirichlet"
         )
+    if not isinstance(rule, ByDomain):
+        return lambda rows: Grouped(rule, domains[rows]), []
     held = np.bincount(domains, minlength=len(names)) > 0
     claims = np.zeros((clients, len(names)))
     claims[:, held], notes = rule.claims(clients, [names[k] for k in np.flatnonzero(held)], seed)
     for name in (names[k] for k in np.flatnonzero(~held)):
         notes.append(f"domain '{name}' has no training examples, so no client holds it; it is only evaluated")
     return lambda rows: Claimed(rule, claims, domains[rows]), notes
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """A rule over classes that is given the domains of a task's examples, int64 [examples], in their place."""
+
+    rule: Partition
+    domains: np.ndarray
+    overlaps = False
+
+    def split(self, y: np.ndarray, clients: int, seed: int) -> tuple[Parts, list[str]]:
+        """See `Partition.split`."""
+        return self.rule.split(self.domains, clients, seed)
 
 
 def partition_task(

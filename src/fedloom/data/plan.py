@@ -31,6 +31,7 @@ from fedloom.data.stream import (
     make_arrival,
     split_classes,
 )
+from fedloom.data.text import PrepareText
 
 Groups = tuple[tuple[int, ...], ...]
 # What each kind of stream uses of its options, and why not the others.
@@ -59,7 +60,7 @@ class Plan:
     parts: tuple[Parts, ...]
     rounds: int
     seed: int
-    prepare: Prepare
+    prepare: Prepare | PrepareText
     rule: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -277,7 +278,11 @@ def make_plan(
     return replace(plan, notes=(*source.notes, *merge_tasks([*notes, *said, *more]), *_empty(plan)))
 
 
-def _preparation(source: Source, augment: str) -> Prepare:
+def _preparation(source: Source, augment: str) -> Prepare | PrepareText:
+    if source.text is not None:
+        if augment != "none":
+            raise ConfigError(f"data.augment '{augment}' is for images, and the data are texts; set it to none")
+        return PrepareText()
     if augment != "none" and len(source.input_shape) != 3:
         raise ConfigError(
             f"data.augment '{augment}' needs images, but inputs have shape {source.input_shape}; set it to none"

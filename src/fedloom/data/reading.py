@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from fedloom.core import DataError
-from fedloom.core.errors import closest
+from fedloom.core.errors import closest, unknown
 from fedloom.data.images import Size
+from fedloom.data.ranges import at_least
 
 FOLDERS, NO_DOMAINS = "folders", "none"  # words of data.domain
 TEST_NAMES = ("test", "valid", "validation", "val", "dev")
+SCORINGS = ("choice", "letter")
+
+
+@dataclass(frozen=True)
+class TextReading:
+    """How texts are read.
+
+    column: of texts to classify, None: detect. tokenizer: as JSON text, None: trained on the training split, with at
+    most vocab_size entries. max_length: tokens kept of a text, None: as `fedloom.data.texts.LENGTHS` says. scoring: of
+    questions, see `fedloom.data.text.Text`.
+    """
+
+    column: str | None = None
+    tokenizer: str | None = None
+    vocab_size: int = 8000
+    max_length: int | None = None
+    scoring: str = "choice"
+
+    def __post_init__(self) -> None:
+        at_least("data.vocab_size", self.vocab_size, 300)
+        if self.max_length is not None:
+            at_least("data.max_length", self.max_length, 2)
+        if self.scoring not in SCORINGS:
+            raise DataError(unknown("data.scoring", self.scoring, SCORINGS))
 
 
 @dataclass(frozen=True)
@@ -30,10 +56,16 @@ class Reading:
     test_fraction: float = 0.2
     split_seed: int = 0
     single: bool = False  # the data set has one published split; never look for a test split
+    text: TextReading = field(default_factory=TextReading)
 
     def __post_init__(self) -> None:
         if not 0 < self.test_fraction < 1:
             raise DataError(f"data.test_fraction must be in (0, 1), got {self.test_fraction}")
+
+    def key(self) -> dict[str, Any]:
+        """The fields for the key of a cache; those of texts only where they are set."""
+        found = asdict(self)
+        return found if self.text != TextReading() else {k: v for k, v in found.items() if k != "text"}
 
     def splits(self, found: Iterable[str], where: str) -> tuple[str, str | None]:
         """Names of the train and of the test split among those found; no test split gives None."""

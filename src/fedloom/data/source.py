@@ -15,6 +15,7 @@ from torch import Tensor
 from fedloom.core import DataError
 from fedloom.core.seeds import seed_for
 from fedloom.data.cache import Cache, default_folder
+from fedloom.data.text import Text
 
 FIELDS = ("x_train", "y_train", "x_test", "y_test")
 DOMAINS = ("domains_train", "domains_test")
@@ -26,7 +27,8 @@ Split = tuple[np.ndarray, ...]  # stored inputs, class ids and, where the data h
 class Source:
     """Stored inputs and labels of one data set; tensors may be memory-mapped and are never written.
 
-    x_*: uint8 [n, channels, height, width] for images, float32 otherwise; y_*: int64 [n], ids of `class_names`.
+    x_*: uint8 [n, channels, height, width] for images, int32 for texts (see `fedloom.data.text.Text`), float32
+    otherwise; y_*: int64 [n], ids of `class_names`. text: what the texts are and their tokeniser, None without texts.
     mean, std: per channel, of inputs scaled to [0, 1]; empty where inputs are used as they are.
     fingerprint: SHA-256 of tensors, names and statistics. granularity: task counts by name ("coarse", "fine").
     domains_train, domains_test: int64 [n], ids of `domain_names`; None and empty where the data have no domains.
@@ -48,6 +50,7 @@ class Source:
     domains_train: Tensor | None = None
     domains_test: Tensor | None = None
     domain_names: tuple[str, ...] = ()
+    text: Text | None = None
     granularity: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     cache: Path | None = None
@@ -75,7 +78,13 @@ class Source:
     def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         names = FIELDS if self.domains_train is None else (*FIELDS, *DOMAINS)
         arrays = {name: getattr(self, name).numpy() for name in names}
-        meta = {"class_names": list(self.class_names), "mean": list(self.mean), "std": list(self.std)}
+        meta: dict[str, Any] = {
+            "class_names": list(self.class_names),
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
+        if self.text is not None:
+            meta["text"] = self.text.as_dict()
         return arrays, meta if self.domains_train is None else meta | {"domain_names": list(self.domain_names)}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,8 +97,9 @@ class Source:
 
 def _from_arrays(fingerprint: str, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], extra: Any) -> Source:
     tensors = {name: torch.from_numpy(arrays[name]) for name in _fields(meta)}
-    about = {name: tuple(values) for name, values in meta.items()}
-    return Source(**tensors, **about, fingerprint=fingerprint, **extra)
+    about = {name: tuple(values) for name, values in meta.items() if name != "text"}
+    text = Text(**meta["text"]) if "text" in meta else None
+    return Source(**tensors, **about, text=text, fingerprint=fingerprint, **extra)
 
 
 def _fields(meta: Mapping[str, Any]) -> tuple[str, ...]:

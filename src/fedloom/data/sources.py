@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,15 @@ from fedloom.data.arrays import from_arrays
 from fedloom.data.cache import Cache, default_folder, digest
 from fedloom.data.catalogue import ALIASES, BUNDLED, DIGITS, ENTRIES, Entry
 from fedloom.data.folders import list_folder, source_from_folder
+from fedloom.data.hub import offline_unless_reached, quiet
 from fedloom.data.images import to_size
-from fedloom.data.reading import FOLDERS, NO_DOMAINS, TEST_NAMES, Reading
+from fedloom.data.reading import FOLDERS, NO_DOMAINS, TEST_NAMES, Reading, TextReading
 from fedloom.data.renderings import RENDERINGS, rendered
 from fedloom.data.source import Source, assemble, held_out, restore
 from fedloom.data.tables import Table, read_parquet, source_from_tables, split_files
+from fedloom.data.tokens import read_tokenizer
 from fedloom.data.union import domain_names, union
 
-PATIENCE = 5.0  # seconds for the first word of the hub
 VERSION = 1  # of the decoding; part of every key, so that tensors of an older decoding are never served
 
 
@@ -44,6 +43,11 @@ def load_source(
     image_size: int | Sequence[int] | None = None,
     test_fraction: float = 0.2,
     split_seed: int = 0,
+    text: str | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int = 8000,
+    max_length: int | None = None,
+    scoring: str = "choice",
 ) -> Source:
     """Load a data set.
 
@@ -57,21 +61,27 @@ def load_source(
     the class, "none" to ignore domains; None is what the catalogue says, and for folder:PATH that the first level is
     the class, which is refused where it looks like domains. image_size: resize images.
     test_fraction, split_seed: the test part of data without a test split.
+    text: the column of texts to classify. tokenizer: of texts, a `tokenizer.json`, a folder that holds one or a
+    repository of the hub; None trains one of at most vocab_size entries on the training split. max_length: tokens kept
+    of a text, by default 128, or 256 of a question with an option. scoring: of questions, "choice" or "letter" (see
+    `fedloom.data.text.Text`).
     Raises `DataError` that names what is missing or broken and how to mend it.
     """
+    words = None if tokenizer is None or _kind(str(name)) == "stored" else read_tokenizer(tokenizer)
     reading = Reading(
-        image, label, domain, config, train_split, test_split, to_size(image_size), test_fraction, split_seed
+        image, label, domain, config, train_split, test_split, to_size(image_size), test_fraction, split_seed,
+        text=TextReading(text, words, vocab_size, max_length, scoring),
     )  # fmt: skip
     store = Cache(Path(cache) if cache else default_folder())
     keep = {"cache": Path(cache) if cache else None}
     shown = name if isinstance(name, str) else "arrays"
     _check_domain(shown, reading.domain)
     if not isinstance(name, str):
-        found = from_arrays(name, test_fraction=test_fraction, split_seed=split_seed, **keep)
+        found = from_arrays(name, test_fraction=test_fraction, split_seed=split_seed, text=reading.text, **keep)
     else:
         found = _named(name, root or os.environ.get("FEDLOOM_DATA"), reading, store, keep)
     found = found.without_domains() if reading.domain == NO_DOMAINS else found
-    return replace(found, notes=(*found.notes, *_unused(shown, reading)))
+    return replace(found, notes=(*found.notes, *_unused(shown, reading), *_unused_of_texts(shown, found, reading)))
 
 
 def _kind(name: str) -> str:
@@ -100,6 +110,19 @@ def _unused(name: str, reading: Reading) -> list[str]:
     every |= {"folder": tables[:3], "parquet": ("config",)}
     given = [key for key in every.get(_kind(name), ()) if getattr(reading, key) is not None]
     return [f"data.{key} is not used by data '{name}'" for key in given]
+
+
+def _unused_of_texts(name: str, source: Source, reading: Reading) -> list[str]:
+    """One sentence per option of texts that is set and has no use, and per option of images where there are texts."""
+    given = [key for key, value in vars(reading.text).items() if value != getattr(TextReading(), key)]
+    if source.text is not None:
+        trained, choices = reading.text.tokenizer is None, source.text.kind == "choices"
+        idle = [key for key in given if (key == "vocab_size" and not trained) or (key == "scoring" and not choices)]
+        idle += ["column"] if reading.text.column is not None and _kind(name) in ("arrays", "stored") else []
+        idle += ["image_size"] if reading.image_size is not None else []
+    else:
+        idle = given
+    return [f"data.{'text' if key == 'column' else key} is not used by data '{name}'" for key in idle]
 
 
 def _named(name: str, root: str | Path | None, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
@@ -231,14 +254,15 @@ def _from_parquet(
         tables = {split: read_parquet(part) for split, part in split_files(files, base).items()}
         return source_from_tables(tables=tables, reading=reading, **extra, **more)
 
-    key = ["tables", store.content_hash(files, base), asdict(reading), more.get("statistics")]
+    key = ["tables", store.content_hash(files, base), reading.key(), more.get("statistics")]
     return _through_cache(store, key, build, extra)
 
 
 def _repository(hub: str, root: str | Path | None, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
     entry = ENTRIES.get(hub, Entry(hub, "", train_split=None, test_split=None))
-    given = {k: v for k, v in asdict(reading).items() if v is not None}
+    given = {k: v for k, v in vars(reading).items() if v is not None}
     known = {k: getattr(entry, k) for k in ("image", "label", "domain", "config", "train_split", "test_split")}
+    given["text"] = replace(reading.text, column=reading.text.column or entry.text)
     reading = replace(Reading(**(known | given)), single=hub in ENTRIES and entry.test_split is None)
     extra = {"name": hub, "granularity": dict(entry.granularity), **keep}
     if root is None:
@@ -293,14 +317,14 @@ def _hub_key(files: Sequence[str] | None, reading: Reading, store: Cache, statis
     if not paths or not all(p.is_file() for p in paths):
         return None
     shared = Path(os.path.commonpath([p.parent for p in paths]))
-    return ["hub", store.content_hash(paths, shared), asdict(reading), statistics]
+    return ["hub", store.content_hash(paths, shared), reading.key(), statistics]
 
 
 def _hub_tables(hub: str, config: str | None) -> tuple[dict[str, Table], list[str]]:
     import datasets
 
     try:
-        with _offline_unless_reached(), _quiet("huggingface_hub", "datasets"):
+        with offline_unless_reached(), quiet("huggingface_hub", "datasets"):
             found = datasets.load_dataset(hub, config)
     except Exception as error:  # the library raises many kinds: offline, missing, gated, unknown configuration
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -318,45 +342,11 @@ def _hub_tables(hub: str, config: str | None) -> tuple[dict[str, Table], list[st
     return tables, sorted(f["filename"] for part in found.values() for f in part.cache_files)
 
 
-@contextmanager
-def _offline_unless_reached() -> Iterator[None]:
-    """One try to reach the hub; without it only the cache is read, instead of minutes of retries."""
-    import datasets
-    import huggingface_hub
-
-    before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
-    away = any(before)
-    if not away:
-        try:
-            huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=PATIENCE)
-        except Exception:  # the library's transport raises kinds of its own
-            away = True
-    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = away
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Keep the libraries' lines about retries to themselves: what failed in the end is told in our sentence."""
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-
-
 def _row_of(hub: str, split: str) -> Callable[[int], str]:
     return lambda row: f"row {row} of split '{split}' of '{hub}'"
 
 
 def _folder(name: str, path: Path, reading: Reading, store: Cache, keep: Mapping[str, Any]) -> Source:
     splits = list_folder(name, path, reading)
-    key = ["folder", store.content_hash([p for split in splits for p in split.files], path), asdict(reading)]
+    key = ["folder", store.content_hash([p for split in splits for p in split.files], path), reading.key()]
     return _through_cache(store, key, lambda: source_from_folder(name, splits, reading, **keep), {"name": name, **keep})

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
 
 from fedloom.core import DataError
+from fedloom.data.choices import Form, form_of, read_answers, read_questions
 from fedloom.data.images import Blob, channels_of, decode
 from fedloom.data.labels import index_domains, index_labels
 from fedloom.data.reading import FOLDERS, NO_DOMAINS, Reading
 from fedloom.data.source import Source, assemble
+from fedloom.data.texts import checked_texts, text_source, without_rare
 
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
+TEXT_NAME = "text"  # a column of that name is the input even where there are numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +41,7 @@ class Table:
         return list(self.data.column_names)
 
     def kind(self, column: str) -> str:
-        """ "image", "class", "number" or "other"."""
+        """ "image", "class", "number", "text", "texts" (a list of them) or "other"."""
         import pyarrow.types as types
 
         declared = self.features.get(column)
@@ -48,8 +52,17 @@ class Table:
             return "image"
         if declared == "ClassLabel":
             return "class"
-        is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-        return "number" if is_number else "other"
+        if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+            return "number"
+        if types.is_list(kind) or types.is_large_list(kind):
+            return "texts" if _is_text(kind.value_type) else "other"
+        return "text" if _is_text(kind) else "other"
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return types.is_string(kind) or types.is_large_string(kind)
 
 
 def read_parquet(files: Sequence[Path]) -> Table:
@@ -107,26 +120,67 @@ def source_from_tables(name: str, tables: Mapping[str, Table], reading: Reading,
     domain labels.
     """
     train_name, test_name = reading.splits(tables, f"data '{name}'")
-    train = tables[train_name]
-    test = tables[test_name] if test_name else None
-    domain = _domain_column(name, train, reading.domain)
-    label = _label_column(name, train, reading.label, domain)
-    inputs = _input_columns(name, train, reading.image, (label, domain))
-    splits = [train] if test is None else [train, test]
+    splits = [tables[split] for split in (train_name, test_name) if split]
+    domain = _domain_column(name, splits[0], reading.domain)
+    form = form_of(splits[0].columns) if reading.text.column is None and reading.image is None else None
+    if form is not None:
+        return _questions(name, splits, replace(form, answer=reading.label or form.answer), domain, reading, extra)
+    label = _label_column(name, splits[0], reading.label, domain)
+    inputs = _input_columns(name, splits[0], reading, (label, domain))
     for table in splits:
         _check_columns(name, table, [label, *inputs, *([domain] if domain else [])])
-    xs = (
-        _images(splits, inputs[0], reading)
-        if train.kind(inputs[0]) == "image"
-        else [_numbers(t, inputs) for t in splits]
-    )
     *ys, class_names, notes = _ids(name, splits, label, "labels", index_labels)
     *ds, domain_names, more = _ids(name, splits, domain, "domain labels", index_domains) if domain else ((), [])
-    parts = [tuple(column[i] for column in (xs, ys, ds) if column) for i in range(len(splits))]
-    return assemble(
-        name, parts[0], None if test is None else parts[1], class_names, domain_names=domain_names,
-        test_fraction=reading.test_fraction, split_seed=reading.split_seed, notes=[*notes, *more], **extra,
+    about = {
+        "domain_names": domain_names,
+        "test_fraction": reading.test_fraction,
+        "split_seed": reading.split_seed,
+        "notes": [*notes, *more],
+    }
+    where = [table.where for table in splits]
+    kind = splits[0].kind(inputs[0])
+    if kind == "text":
+        xs = [checked_texts(t.data.column(inputs[0]).to_pylist(), f"column '{inputs[0]}'", t.where) for t in splits]
+        return text_source(name, _joined(xs, ys, ds), class_names, reading.text, where=where, **about, **extra)
+    arrays = _images(splits, inputs[0], reading) if kind == "image" else [_numbers(t, inputs) for t in splits]
+    train, test = [*_joined(arrays, ys, ds), None][:2]
+    return assemble(name, train, test, class_names, **about, **extra)
+
+
+def _joined(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Per split, what the columns that there are hold of it."""
+    return list(zip(*(column for column in columns if column), strict=False))
+
+
+def _questions(
+    name: str, splits: Sequence[Table], form: Form, domain: str | None, reading: Reading, extra: Mapping[str, Any]
+) -> Source:
+    wanted = [*form.context_columns, form.choices, form.answer, *([domain] if domain else [])]
+    for table in splits:
+        _check_columns(name, table, wanted)
+    where = [table.where for table in splits]
+    columns = [{c: table.data.column(c).to_pylist() for c in wanted} for table in splits]
+    raw = [read_questions(c, form, w) for c, w in zip(columns, where, strict=True)]
+    count = len(raw[0][0].options)
+    if (other := next((r for r in raw if len(r[0].options) != count), None)) is not None:
+        raise DataError(f"data '{name}' has questions of {count} options and of {len(other[0].options)}; drop some")
+    ys = [read_answers(c[form.answer], count, form.answer, w) for c, w in zip(columns, where, strict=True)]
+    ds, domain_names, notes = [], (), []
+    if domain:
+        labels, notes = without_rare([_texts_of(name, t, domain) for t in splits])
+        *ds, domain_names, more = index_domains(*labels, where=f"domain labels '{domain}' of data '{name}'")
+        notes += more
+    return text_source(
+        name, _joined(raw, ys, ds), ascii_uppercase[:count], reading.text, where=where, domain_names=domain_names,
+        test_fraction=reading.test_fraction, split_seed=reading.split_seed, notes=notes, prompt=form.prompt, **extra,
     )  # fmt: skip
+
+
+def _texts_of(name: str, table: Table, column: str) -> list[str]:
+    """Domain labels as texts, those of a class column by the class names."""
+    names = table.features.get(column, {}).get("names") if table.kind(column) == "class" else None
+    values = _values(name, table, column, "domain labels").tolist()
+    return [str(value) if names is None else str(names[value]) for value in values]
 
 
 def _ids(name: str, tables: Sequence[Table], column: str, what: str, index: Callable[..., Any]) -> Any:
@@ -178,31 +232,45 @@ def _label_column(name: str, table: Table, asked: str | None, domain: str | None
     return classes[0]
 
 
-def _input_columns(name: str, table: Table, asked: str | None, taken: Sequence[str | None]) -> list[str]:
-    if asked is not None:
-        if asked not in table.columns:
-            raise DataError(
-                f"data '{name}' has no image column '{asked}'; set data.image to one of: {', '.join(table.columns)}"
-            )
-        if table.kind(asked) != "image":
-            raise DataError(f"column '{asked}' of data '{name}' holds no images; name another with data.image")
-        return [asked]
-    images = [c for c in table.columns if table.kind(c) == "image"]
-    if len(images) > 1:
-        raise DataError(f"data '{name}' has several image columns; set data.image to one of: {', '.join(images)}")
-    inputs = images or [c for c in table.columns if c not in taken and table.kind(c) == "number"]
-    if not inputs:
+def _input_columns(name: str, table: Table, reading: Reading, taken: Sequence[str | None]) -> list[str]:
+    """One image column, one text column, or numeric columns, in this order of what is looked for."""
+    for key, kind, asked in (("image", "image", reading.image), ("text", "text", reading.text.column)):
+        if asked is not None:
+            return [_asked(name, table, asked, key, kind)]
+    free = [c for c in table.columns if c not in taken]
+    images, texts, numbers = ([c for c in free if table.kind(c) == kind] for kind in ("image", "text", "number"))
+    if TEXT_NAME in texts:
+        texts = [TEXT_NAME]
+    elif numbers:
+        texts = []
+    for key, found in (("image", images), ("text", texts)):
+        if len(found) > 1:
+            raise DataError(f"data '{name}' has several {key} columns; set data.{key} to one of: {', '.join(found)}")
+        if found:
+            return found
+    if not numbers:
         raise DataError(
-            f"data '{name}' has no image column and no numeric columns; its columns are: {', '.join(table.columns)}"
+            f"data '{name}' has no image column, no text column and no numeric columns; its columns are: "
+            f"{', '.join(table.columns)}"
         )
-    return inputs
+    return numbers
+
+
+def _asked(name: str, table: Table, column: str, key: str, kind: str) -> str:
+    if column not in table.columns:
+        raise DataError(
+            f"data '{name}' has no {key} column '{column}'; set data.{key} to one of: {', '.join(table.columns)}"
+        )
+    if table.kind(column) != kind:
+        raise DataError(f"column '{column}' of data '{name}' holds no {key}s; name another with data.{key}")
+    return column
 
 
 def _values(name: str, table: Table, column: str, what: str) -> np.ndarray:
     found = table.data.column(column)
     if found.null_count:
         raise DataError(f"column '{column}' of data '{name}' has {found.null_count} empty {what}; fill or drop them")
-    return np.asarray(found.to_pylist()) if table.kind(column) == "other" else found.to_numpy()
+    return np.asarray(found.to_pylist()) if table.kind(column) in ("text", "texts", "other") else found.to_numpy()
 
 
 def _numbers(table: Table, columns: Sequence[str]) -> np.ndarray:

@@ -28,9 +28,14 @@ def union(name: str, parts: Sequence[Source], **extra: Any) -> Source:
 
     Classes are those of the first part: matched by name where both have the same names, else by their order; a note
     says which. Grey images are repeated in the channels of the others. Statistics are measured over all train splits.
-    Raises `DataError` for other numbers of classes and for inputs of other shapes or kinds.
+    Raises `DataError` for other numbers of classes, for inputs of other shapes or kinds, and for texts with tokenisers
+    of their own.
     """
     domains = domain_names(name, parts)
+    if len({part.text for part in parts}) > 1:
+        raise DataError(
+            f"data '{name}': texts can be the domains of one data set only with one tokeniser; set data.tokenizer"
+        )
     maps, notes = _matched(domains, parts)
     channels = max(part.input_shape[0] for part in parts if len(part.input_shape) == 3) if _images(parts) else 0
     splits = []
@@ -41,7 +46,9 @@ def union(name: str, parts: Sequence[Source], **extra: Any) -> Source:
         where = np.repeat(np.arange(len(parts)), [len(y) for y in ys])
         splits.append((np.concatenate(xs), np.concatenate(ys), where))
     notes += [f"{d}: {note}" for d, part in zip(domains, parts, strict=True) for note in part.notes]
-    return assemble(name, splits[0], splits[1], parts[0].class_names, domain_names=domains, notes=notes, **extra)
+    return assemble(
+        name, splits[0], splits[1], parts[0].class_names, domain_names=domains, notes=notes, text=parts[0].text, **extra
+    )
 
 
 def _matched(domains: Sequence[str], parts: Sequence[Source]) -> tuple[list[np.ndarray], list[str]]:

@@ -141,9 +141,20 @@ def deployed(config: Config) -> Config:
         raise ConfigError(f"engine.runtime is {runtime}, which runs on one machine; leave it out for an app")
     engine = config.engine.model_copy(update={"name": "flower", "runtime": "deployment", "workers": 1})
     data = config.data.model_copy(update={"root": None})
-    config = config.model_copy(update={"engine": engine, "data": data})
+    config = _with_words(config.model_copy(update={"engine": engine, "data": data}))
     made(config)  # refuses a method that no deployed federation can give the data that it needs
     return config
+
+
+def _with_words(config: Config) -> Config:
+    """The configuration with the words of a file of class words, which nodes need not have."""
+    from fedloom.data.words import read_words
+
+    given = config.model.options.get("class_words")
+    if not isinstance(given, str):
+        return config
+    options = {**config.model.options, "class_words": read_words(given)}
+    return config.model_copy(update={"model": config.model.model_copy(update={"options": options})})
 
 
 def _refuse_objects(config: Config) -> None:

@@ -10,6 +10,7 @@ from fedloom import __version__
 from fedloom.config import Config
 from fedloom.data.catalogue import ALIASES, BUNDLED
 from fedloom.engine.flower.hosting import spread
+from fedloom.models.clip.named import RANDOM, SMALL, SMALL_FILE
 
 NODES, ROOT = 2, "/srv/data"  # of the example
 
@@ -166,8 +167,8 @@ def guide(config: Config, *, project: str, about: str, own: Sequence[str] = ()) 
 
 
 def is_published(weights: str) -> bool:
-    """Whether weights are the name of published ones (`IMAGENET1K_V1`, `pretrained`) rather than a path."""
-    return re.fullmatch(r"\w+", weights) is not None
+    """Whether weights are the name of published ones (`IMAGENET1K_V1`, `pretrained:openai`) rather than a path."""
+    return re.fullmatch(r"\w+|pretrained:[\w.-]+", weights) is not None
 
 
 def _has_root(config: Config) -> bool:
@@ -195,7 +196,9 @@ def _needs(config: Config, rooted: bool, own: Sequence[str]) -> str:
     for what, value in (("method", config.method["name"]), ("network", config.model.name)):
         if ":" in value and value.partition(":")[0] not in own:
             found.append(f"the {what} `{value}`, importable: install its package")
-    if (weights := config.model.weights) is not None:
+    if config.model.name == SMALL and config.model.weights is None:
+        found.append(f"the weights of {SMALL} as `{SMALL_FILE}` below its working directory or its source checkout")
+    if (weights := config.model.weights) is not None and weights != RANDOM:
         here = f"the published weights `{weights}` of `{config.model.name}`, in its cache or by download"
         found.append(here if is_published(weights) else f"the initial weights at `{weights}`")
     if not found:

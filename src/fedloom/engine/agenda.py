@@ -11,7 +11,10 @@ from fedloom.engine.experiment import Experiment
 
 
 def agenda(experiment: Experiment, exchanges: Collection[str]) -> list[list[Trip]]:
-    """Trips per stage; `ConfigError` for a plan that raises or names what does not exist."""
+    """Trips per stage; `ConfigError` for a plan that raises or names what does not exist.
+
+    A method without exchanges has none to plan; one that names some must plan a trip.
+    """
     plan = experiment.plan
     trips: list[list[Trip]] = []
     for index in range(plan.num_stages):
@@ -24,7 +27,7 @@ def agenda(experiment: Experiment, exchanges: Collection[str]) -> list[list[Trip
             raise ConfigError(f"the method's plan of stage {index} failed: {where}") from error
         for trip in trips[-1]:
             _check(trip, index, exchanges)
-    if not any(trips):
+    if exchanges and not any(trips):
         raise ConfigError("the method plans no trip in any stage, so there is nothing to do")
     return trips
 

@@ -18,6 +18,7 @@ from fedloom.engine.experiment import Experiment
 from fedloom.engine.force import Force
 from fedloom.engine.runtime import CHUNK, Failed, Measured, Probe
 from fedloom.evaluate.domain import holders_mean
+from fedloom.evaluate.measures import Sums, summed, values
 from fedloom.evaluate.parts import Part, PartCounts
 from fedloom.evaluate.personal import expected_accuracy, spread
 from fedloom.evaluate.predict import Counts
@@ -38,8 +39,9 @@ def evaluate_stage(
     """Evaluate after a stage (`final`) or inside one; a row of scope "stage".
 
     Accuracy is over the test examples of every class and domain seen so far, without task or domain id; that of the
-    current ones is over what arrived with the stage. With `final` the row of the accuracy matrix is kept in
-    `progress`. Clients are those that have taken part.
+    current ones is over what arrived with the stage. "measures" are the network's own, of the global view, over the
+    tasks and domains that have arrived (see `fedloom.evaluate.measures`); None where it has none. With `final` the row
+    of the accuracy matrix is kept in `progress`. Clients are those that have taken part.
     lose: told of a client whose view cannot be had, which is then left out; without it, that ends the run.
     """
     plan, context = experiment.plan, force.runtime.context
@@ -56,6 +58,7 @@ def evaluate_stage(
         "accuracy/current": found.total(domains=here.domains if names else None).accuracy(here.classes),
         "accuracy/within_task": total.accuracy_within_task(),
         "accuracy/tasks": accuracies,
+        "measures": values(found.measures) or None,
         "unseen": total.unseen,
         "seen_classes": len(here.seen),
     }
@@ -102,6 +105,7 @@ def _measure(
                 stop_at = min(start + CHUNK, size)
                 probes.append(Probe(client, stage, part.task, start, stop_at, state, stop_at - start, part.domain))
     found: dict[ClientId | None, dict[Part, Counts]] = {client: {} for client in clients}
+    sums: dict[ClientId | None, list[Sums]] = {client: [] for client in clients}
     lost: set[ClientId | None] = set()
     for answer in force.carry_out(probes, down, stop=stop):
         if isinstance(answer, Failed):
@@ -113,7 +117,8 @@ def _measure(
         assert isinstance(answer, Measured)
         counts, part = found[answer.client], Part(answer.task, answer.domain)
         counts[part] = counts[part] + answer.counts if part in counts else answer.counts
-    return {client: PartCounts(plan.num_classes, counts) for client, counts in found.items() if client not in lost}
+        sums[answer.client].append(answer.measures)
+    return {k: PartCounts(plan.num_classes, found[k], summed(sums[k])) for k in found if k not in lost}
 
 
 def _failed(answer: Failed, stage: int, *, fatal: bool) -> str:

@@ -155,7 +155,7 @@ class Loop:
         stage, plan = self.progress.stage, self.experiment.plan
         if stage >= plan.num_stages:
             return "the end"
-        trip = self.agenda[stage][self.progress.trip]
+        trip = self.agenda[stage][self.progress.trip] if self.agenda[stage] else Trip()
         named = [f"stage {stage}"] + ([] if trip.round is None else [f"round {trip.round}"])
         return ", ".join(named + ([] if trip.exchange == "train" else [f"exchange '{trip.exchange}'"]))
 
@@ -166,7 +166,8 @@ class Loop:
             last, every = k + 1 == len(trips), self.options.evaluate_every
             if not last and isinstance(every, int) and trips[k].round is not None and (trips[k].round + 1) % every == 0:
                 found = self._evaluate(stage, final=False)
-                row |= {key: found[key] for key in ("accuracy", "accuracy/domains") if key in found}
+                beside = ("accuracy", "accuracy/domains", "measures")
+                row |= {key: found[key] for key in beside if found.get(key) is not None}
             self._record(row, "round_done")
             if not last:
                 self._commit(stage, k + 1)

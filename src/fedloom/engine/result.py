@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.core import Batches, Context, Method, Payload, PayloadError, Stage
+from fedloom.core import Batches, Context, Payload, Stage
 from fedloom.core.batches import Inputs
 from fedloom.core.payload import digest
 from fedloom.core.seeds import seeded
@@ -14,7 +14,7 @@ from fedloom.engine.experiment import Experiment
 from fedloom.engine.facts import save_facts
 from fedloom.engine.files import save_payload, write_bytes
 from fedloom.engine.folder import RunFolder
-from fedloom.engine.runtime import Runtime
+from fedloom.engine.runtime import Runtime, deployed
 from fedloom.evaluate.cost import active_parameters, flops_per_example, parameters
 from fedloom.evaluate.domain import domain_summary
 from fedloom.evaluate.matrix import AccuracyMatrix
@@ -44,6 +44,7 @@ def conclude(
         "per_client_accuracy_mean": row.get("accuracy/client_mean"),
         "per_client_accuracy_worst10": row.get("accuracy/client_worst10"),
         **_domains(row),
+        "measures": row.get("measures"),
         "bytes_up": progress.bytes_up,
         "bytes_down": progress.bytes_down,
         "sample_visits": progress.sample_visits,
@@ -104,19 +105,6 @@ def _costs(experiment: Experiment, runtime: Runtime, view: Payload, ctx: Context
             if sample is None
             else flops_per_example(lambda: method.predict(view, state, sample, ctx)),
         }
-
-
-def deployed(method: Method, view: Payload, state: Payload, ctx: Context) -> Context | None:
-    """The context around the network that a view is served with; None where the view is no single network.
-
-    That is so for a method which says nothing of it and whose view lacks parameters, or has some that do not fit.
-    """
-    if type(method).deployed is not Method.deployed:
-        return method.deployed(view, state, ctx)
-    try:
-        return method.deployed(view, state, ctx) if "params" in view else None
-    except PayloadError:
-        return None
 
 
 def _one_example(experiment: Experiment) -> Inputs | None:

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from fedloom.core import Batches, ClientId, ConfigError, Context, FedloomError, Payload, PayloadError, RunError, Update
+from fedloom.core import (
+    Batches,
+    ClientId,
+    ConfigError,
+    Context,
+    FedloomError,
+    Method,
+    Payload,
+    PayloadError,
+    RunError,
+    Update,
+)
+from fedloom.core.batches import Inputs
 from fedloom.core.errors import origin
 from fedloom.core.payload import check_structure, not_finite
 from fedloom.core.seeds import seeded
 from fedloom.engine.experiment import Experiment
 from fedloom.engine.spool import Ref
 from fedloom.engine.store import ClientStore
+from fedloom.evaluate.measures import Sums, checked, summed
 from fedloom.evaluate.predict import Counts, count_correct
 
 CHUNK = 1000  # test examples per piece of evaluation: the same whatever the number of workers
@@ -82,12 +96,13 @@ class Failed(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Counts of a probe."""
+    """Counts of a probe, and of the global view what its network measures itself."""
 
     client: ClientId | None
     task: int
     counts: Counts
     domain: int | None = None
+    measures: Sums = {}
 
 
 Instruction = Work | Probe
@@ -118,11 +133,11 @@ class Runtime:
 
     def __init__(self, experiment: Experiment, store: ClientStore, outbox: Outbox, log: Path):
         self.experiment, self.net = experiment, experiment.net()
-        if not self.net.trainable:
+        self.exchanges = experiment.method.exchanges()
+        if self.exchanges and not self.net.trainable:
             raise ConfigError(
                 "the network has no trainable parameter, so there is nothing to train; take another model"
             )
-        self.exchanges = experiment.method.exchanges()
         self.store, self.outbox, self.log = store, outbox, log
 
     def context(
@@ -175,13 +190,49 @@ class Runtime:
                 state = self.experiment.method.init_client(ctx)
             counts = Counts.zero(plan.num_classes)
             data: Batches = plan.test(todo.task, todo.domain).part(todo.start, todo.stop)
+            score = self._scorer(down, state, ctx)
             for batch in data.epoch(batch_size=BATCH, purpose="evaluate", shuffle=False):
-                scores = self.experiment.method.predict(down, state, batch.x, ctx).detach().cpu()
+                scores = score(batch.x).detach().cpu()
                 if scores.shape != (len(batch.y), plan.num_classes):
                     shapes = f"{list(scores.shape)}, expected {[len(batch.y), plan.num_classes]}"
                     raise PayloadError(f"predict returned scores of shape {shapes}")
                 counts += count_correct(scores, batch.y, plan.tasks, seen=ctx.stage.seen, num_classes=plan.num_classes)
-        return Measured(todo.client, todo.task, counts, todo.domain)
+            measures = self._own_measures(down, state, data, ctx) if todo.client is None else {}
+        return Measured(todo.client, todo.task, counts, todo.domain, measures)
+
+    def _scorer(self, down: Payload, state: Payload, ctx: Context) -> Callable[[Inputs], Tensor]:
+        """`predict` of this view; where that is the default, the network is bound once for all batches."""
+        method = self.experiment.method
+        if type(method).predict is Method.predict:
+            return method.deployed(down, state, ctx).scores
+        return lambda x: method.predict(down, state, x, ctx)
+
+    def _own_measures(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Sums:
+        """What the network that a view is served with measures; empty where it has no `measures`."""
+        if not hasattr(ctx.net.module, "measures"):  # most have none: nothing is bound a second time
+            return {}
+        served = deployed(self.experiment.method, down, state, ctx)
+        measure = getattr(served.net.module, "measures", None) if served else None
+        if served is None or measure is None:
+            return {}
+        with served.evaluating():
+            return summed(
+                checked(measure(served.apply(batch.x), batch.y.to(served.net.forward.device)))
+                for batch in data.epoch(batch_size=BATCH, purpose="evaluate", shuffle=False)
+            )
+
+
+def deployed(method: Method, view: Payload, state: Payload, ctx: Context) -> Context | None:
+    """The context around the network that a view is served with; None where the view is no single network.
+
+    That is so for a method which says nothing of it and whose view lacks parameters, or has some that do not fit.
+    """
+    if type(method).deployed is not Method.deployed:
+        return method.deployed(view, state, ctx)
+    try:
+        return method.deployed(view, state, ctx) if "params" in view else None
+    except PayloadError:
+        return None
 
 
 def _reason(error: Exception, log: Path) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from fedloom.evaluate.measures import Sums
 from fedloom.evaluate.predict import Counts
 
 
@@ -20,10 +21,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class PartCounts:
-    """Counts of the parts that were evaluated, of one view. num_classes: length of the counts."""
+    """Counts of the parts that were evaluated, of one view.
+
+    num_classes: length of the counts. measures: the network's own, summed over all parts.
+    """
 
     num_classes: int
     parts: Mapping[Part, Counts]
+    measures: Sums = field(default_factory=dict)
 
     def total(self, *, task: int | None = None, domains: Collection[int] | None = None) -> Counts:
         """Counts over all parts, or over those of one task and of some domains."""

@@ -1,4 +1,4 @@
-"""Means over seeds with intervals, and tests of one method against another on the same seeds."""
+"""Means over seeds with intervals, tests of one method against another on the same seeds, and ranks of several."""
 
 from __future__ import annotations
 
@@ -62,10 +62,6 @@ class Comparison:
     w: float | None = None
     p_wilcoxon: float | None = None
 
-    def better(self, alpha: float = 0.05) -> bool:
-        """True when a exceeds b and the paired t-test rejects equality at `alpha`; never for a single pair."""
-        return self.p_t is not None and self.difference > 0 and self.p_t < alpha
-
 
 def compare_paired(a: Sequence[float], b: Sequence[float]) -> Comparison:
     """Compare two methods seed by seed; a[i] and b[i] belong to the same seed.
@@ -85,11 +81,50 @@ def compare_paired(a: Sequence[float], b: Sequence[float]) -> Comparison:
     steps = delta / (max(np.abs(x).max(), np.abs(y).max()) or 1.0) / ROUNDING
     if np.abs(steps).max() <= 1:
         return Comparison(mean, n, 0.0, 1.0, 0.0, 1.0)
-    w, p_w = _signed_rank(np.round(steps))
+    size = np.abs(steps)
+    w, p_w = _signed_rank(np.sign(steps) * np.where(size > 1, 1 + _levels(size, 1.0), 0.0))
     if np.ptp(steps) <= 1:
         return Comparison(mean, n, w=w, p_wilcoxon=p_w)
     t, p_t = _t_test(delta)
     return Comparison(mean, n, t, p_t, w, p_w)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number, in the order given; see Holm, Scandinavian Journal of Statistics, 1979.
+
+    The k-th smallest of m is multiplied by m - k + 1, is at least what the one before it became and at most 1. To
+    reject what then lies below alpha is to reject anything wrongly with a probability of at most alpha. Raises
+    `ValueError` for values outside [0, 1].
+    """
+    if bad := [p for p in p_values if not 0.0 <= p <= 1.0]:
+        raise ValueError(f"p-values must be in [0, 1], got {bad[0]}")
+    corrected, least = [0.0] * len(p_values), 0.0
+    for k, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        least = corrected[i] = min(1.0, max(least, (len(p_values) - k) * p_values[i]))
+    return corrected
+
+
+def mean_ranks(values: Sequence[Sequence[float]], *, lower: bool = False) -> list[float]:
+    """Mean over blocks of the rank of each method, 1 for the best; equal values share the mean of their ranks.
+
+    values: [methods][blocks], a block being a seed or a setting. lower: whether lower values are better. What differs
+    by `ROUNDING` of the block's largest value or less is equal, and so are values that a chain of such differences
+    joins. Raises `ValueError` without methods or blocks, or for values that are not finite.
+    """
+    from scipy.stats import rankdata
+
+    rows = np.stack([_finite(row) for row in values]) if len(values) else _finite(())
+    levels = _levels(rows, ROUNDING * np.abs(rows).max(0))
+    return [float(rank) for rank in rankdata(levels if lower else -levels, axis=0).mean(1)]
+
+
+def _levels(values: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
+    """Place of each value among those of its column, from 0; a new place begins where the gap exceeds the noise."""
+    order = np.argsort(values, axis=0)
+    gaps = np.diff(np.take_along_axis(values, order, 0), axis=0, prepend=-np.inf) > noise
+    levels = np.empty(values.shape)
+    np.put_along_axis(levels, order, gaps.cumsum(0) - 1.0, 0)
+    return levels
 
 
 def _t_test(delta: np.ndarray) -> tuple[float, float]:

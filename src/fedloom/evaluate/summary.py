@@ -33,6 +33,7 @@ SUMMARY_KEYS = (
     "domain_std",
     "domain_std_ddof1",
     "domain_worst",
+    "measures",
     "bytes_up",
     "bytes_down",
     "sample_visits",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from fedloom.core.batches import Batch, Batches
 from fedloom.core.context import Context
 from fedloom.core.errors import ConfigError
+from fedloom.core.moe import expert_parts
 from fedloom.core.payload import Payload
 from fedloom.core.tree import Tensors, on_device
-from fedloom.local.optim import SGD, Optimizer, Schedule, Step
+from fedloom.local.idle_experts import IdleExperts
+from fedloom.local.optim import SGD, Optimizer, Schedule
 from fedloom.local.parts import Carry, Decision, GradTransform, Term
 from fedloom.local.terms.cross_entropy import CrossEntropy
 
@@ -47,13 +49,27 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Parameters that move in the same steps as the others, by an optimiser and a schedule of their own.
+
+    names: shell-style patterns of parameter names.
+    """
+
+    names: tuple[str, ...]
+    optimizer: Optimizer
+    schedule: Schedule = field(default_factory=Schedule)
+
+
+@dataclass(frozen=True)
 class LocalSGD:
     """Minimise a sum of terms by minibatch steps, in place on the bound network.
 
     clip_norm: largest global gradient norm, None for no clipping. phases: run one after the other; epochs count
-    on through them, so no two phases see the same order. Optimiser state is fresh in every call (A23 of the
-    FedFMX specification) and in every phase. Rows of classes not seen yet do not move, whatever the optimiser:
-    weight decay included.
+    on through them, so no two phases see the same order. groups: the first that names a parameter moves it, `optimizer`
+    (or the phase's) and `schedule` move the rest; the clipped norm is of all. Optimiser state is fresh in every call
+    (A23 of the FedFMX specification) and in every phase. Rows of classes not seen yet do not move, whatever the
+    optimiser, and neither do experts that no token has reached yet: weight decay included. An output "aux_loss" of the
+    network, a scalar (the load balance of a mixture of experts, say), is added to the terms.
     """
 
     optimizer: Optimizer = field(default_factory=SGD)
@@ -66,6 +82,7 @@ class LocalSGD:
     transforms: tuple[GradTransform, ...] = ()
     carries: Mapping[str, Carry] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
+    groups: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -81,15 +98,19 @@ class LocalSGD:
         """Train from `down["params"]` and `down["buffers"]`; `ref` adds to what the parts can read, trees among it on
         the run's device."""
         live = ctx.bind(down["params"], down.get("buffers"))
+        for group in self.groups:
+            if not _matching(live, group.names):
+                raise ConfigError(f"no parameter matches the names {group.names} of a group of local training")
         full_ref = self._ref(down, ctx, ref or {})
         carry = {name: part.init(full_ref, ctx) for name, part in self.carries.items()}
+        idle = IdleExperts(expert_parts(ctx.net.module), live, down["params"])
         ctx.net.train(True)
         loss_sum, examples, steps, epoch = torch.zeros((), dtype=torch.float64), 0, 0, 0
         for phase in self.phases or (Phase(),):
             epochs = self.epochs if phase.epochs is None else phase.epochs
             with _only(live, phase.trainable) as moving:
                 step = _Stepper(
-                    self, moving, phase.optimizer or self.optimizer, ctx, epochs * data.steps(self.batch_size)
+                    self, moving, phase.optimizer or self.optimizer, ctx, epochs * data.steps(self.batch_size), idle
                 )
                 for _ in range(epochs):
                     for batch in data.epoch(epoch, self.batch_size):
@@ -118,6 +139,8 @@ class LocalSGD:
                 out |= decide(_detached(out), batch, ref, carry)
         first, *more = [term(live, out, batch, ref, carry) for term in self.terms]
         loss = sum(more, first)
+        if "aux_loss" in out:
+            loss = loss + out["aux_loss"]
         loss.backward()  # type: ignore[no-untyped-call]
         if self.carries:
             with torch.no_grad():
@@ -139,31 +162,60 @@ class LocalSGD:
 
 
 class _Stepper:
-    """Gradients -> transforms -> clipping -> optimiser, with unseen class rows held still."""
+    """Gradients -> transforms -> clipping -> optimiser, with unseen class rows and idle experts held still."""
 
-    def __init__(self, loop: LocalSGD, moving: dict[str, nn.Parameter], optimizer: Optimizer, ctx: Context, steps: int):
+    def __init__(
+        self,
+        loop: LocalSGD,
+        moving: dict[str, nn.Parameter],
+        optimizer: Optimizer,
+        ctx: Context,
+        steps: int,
+        idle: IdleExperts,
+    ):
         self.loop, self.moving, self.ctx, self.steps, self.taken = loop, moving, ctx, steps, 0
-        self.params = list(moving.values())
-        self.step: Step = optimizer.start([p.detach() for p in self.params])
+        self.parts = [
+            (names, group.optimizer.start([moving[name].detach() for name in names]), group.schedule)
+            for group, names in _parted(moving, (*loop.groups, Group(("*",), optimizer, loop.schedule)))
+        ]
         self.frozen = _frozen_rows(moving, ctx)
-        self.drifts = bool(optimizer.weight_decay or loop.transforms)
+        decays = any(group.optimizer.weight_decay for group in loop.groups) or optimizer.weight_decay
+        self.drifts, self.idle = bool(decays or loop.transforms), idle
 
     def __call__(self, ref: Mapping[str, Any]) -> None:
         grads = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.moving.items()}
         # A term may reach rows that the network does not have yet (scope "all", an L2 penalty).
         for held in self.frozen:
             grads[held.name].index_fill_(held.dim, held.rows, 0)
+        if self.drifts:
+            self.idle.note(grads)
         for transform in self.loop.transforms:
             grads = dict(transform(grads, self.moving, ref))
-        values = list(grads.values())
         if self.loop.clip_norm is not None:
-            clip(values, self.loop.clip_norm)
-        self.step(values, self.loop.schedule.factor(self.ctx, self.taken, self.steps))
+            clip(list(grads.values()), self.loop.clip_norm)
+        for names, step, schedule in self.parts:
+            step([grads[name] for name in names], schedule.factor(self.ctx, self.taken, self.steps))
         for held in self.frozen if self.drifts else ():
             held.tensor.index_copy_(held.dim, held.rows, held.values)
-        for param in self.params:
+        if self.drifts:
+            self.idle.restore(self.moving)
+        for param in self.moving.values():
             param.grad = None
         self.taken += 1
+
+
+def _parted(moving: Mapping[str, Tensor], groups: Sequence[Group]) -> list[tuple[Group, list[str]]]:
+    """The groups that move something, and what."""
+    left, parts = list(moving), []
+    for group in groups:
+        names = _matching(left, group.names)
+        left = [name for name in left if name not in names]
+        parts += [(group, names)] if names else []
+    return parts
+
+
+def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def clip(grads: Sequence[Tensor], max_norm: float) -> None:
@@ -194,7 +246,7 @@ def _frozen_rows(moving: Mapping[str, Tensor], ctx: Context) -> list[_Held]:
 
 @contextmanager
 def _only(live: Mapping[str, nn.Parameter], patterns: tuple[str, ...]) -> Iterator[dict[str, nn.Parameter]]:
-    moving = {n: p for n, p in live.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)}
+    moving = {name: live[name] for name in _matching(live, patterns)}
     if not moving:
         raise ConfigError(f"no parameter matches the phase's trainable patterns {patterns}")
     held = [p for n, p in live.items() if n not in moving]

@@ -47,7 +47,14 @@ def load(name: str) -> Callable[..., Any]:
     """
     if ":" in name:
         return load_attribute(name, "method.name")
-    if name not in names():
+    path = HERE / f"{name}.py"
+    if "@" in name:
+        plain, _, preset = name.partition("@")
+        raise ConfigError(
+            f"method '{name}': a preset is named so by `compare`, `sweep` and `ablate`; elsewhere take method {plain} "
+            f"and --set method.preset={preset}"
+        )
+    if not (name.isidentifier() and path.is_file() and _defines(path)):
         raise ConfigError(
             f"{unknown('method', name, names())} A method of your own is named 'package.module:attribute'."
         )

@@ -151,7 +151,15 @@ def dapperfl(
     gamma: Annotated[float, Ge(0)] = 0.01,
     mode: Literal["paper", "official_quirks"] = "paper",
 ) -> DapperFL | ZeroFilled:
-    """Assemble DapperFL. ratios: removed shares; gamma: weight of the regulariser; the rest: the module docstring."""
+    """Assemble DapperFL.
+
+    ratios: shares of the channels that clients remove, dealt by client id, one after the other.
+    alpha: share of the global model in the fusion of the first round.
+    alpha_min: least share of the global model in the fusion; alpha and this 0: no fusion.
+    epsilon: by how much the share of the global model falls per round, as a fraction.
+    gamma: weight of the regulariser on the features.
+    mode: `paper`, or `official_quirks`: what the public code does (`fedloom.methods.zero_filled`).
+    """
     if local.phases:
         raise ConfigError("dapperfl prunes after the first local epoch: it cannot train in phases")
     if mode == "official_quirks":

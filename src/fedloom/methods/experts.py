@@ -19,8 +19,9 @@ from fedloom.local.carries.routing import usage
 from fedloom.merge.buffers import BUFFER_POLICIES
 from fedloom.merge.experts import expertwise_mean
 from fedloom.merge.mean import replies_mean, reply_trees, weighted_mean
+from fedloom.merge.semantic import SemanticMerge
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models.experts import ExpertPool, Widths
+from fedloom.models.experts import ExpertPool, Widths, pool_layer
 from fedloom.select.routing import Mix, MixLogits
 
 
@@ -72,6 +73,29 @@ class MergeByUsage:
         }
 
 
+@dataclass(frozen=True)
+class MergeBySemantics:
+    """Bodies and heads of an expert are merged over the clients that use it alike (`fedloom.merge.semantic`).
+
+    Needs the upload "routing" of a pool that tells its routing; backbone and gate are means over clients.
+    """
+
+    merge: SemanticMerge = field(default_factory=SemanticMerge)
+
+    def extra(self, routing: Tensors) -> Payload:
+        """Nothing: the statistics come from a pass after training."""
+        return {}
+
+    def __call__(self, replies: Sequence[Reply], old: Tensors, uniform: bool) -> Tensors:
+        """New parameters."""
+        trees, weights, who = reply_trees(replies, "params", uniform)
+        layers = [pool_layer(old, 1)]  # how many experts the gate chooses is in the statistics
+        statistics = [reply.up["routing"] for reply in replies]
+        merged, _ = self.merge(trees, weights, old, layers, statistics, who=who)
+        rest = {name: tensor for name, tensor in old.items() if name not in merged}
+        return {**weighted_mean([Part(tree, rest) for tree in trees], weights, rest, who=who), **merged}
+
+
 class Part(Mapping[str, Tensor]):
     """Some names of a tree; a tensor is read only when asked for."""
 
@@ -91,7 +115,7 @@ class Part(Mapping[str, Tensor]):
         return len(self._names)
 
 
-MERGES: dict[str, PoolMerge] = {"client": MergeByClient(), "usage": MergeByUsage()}
+MERGES: dict[str, PoolMerge] = {"client": MergeByClient(), "usage": MergeByUsage(), "semantic": MergeBySemantics()}
 
 
 @dataclass(frozen=True)
@@ -99,7 +123,7 @@ class PooledFedAvg(FedAvg):
     """FedAvg on an `ExpertPool`.
 
     experts, body, temperature: see `ExpertPool`. mix: joins the experts at test time. merge: of the parameters;
-    `MergeByUsage` needs the carry "routing" (`RoutingUse`) in `local`.
+    `MergeByUsage` needs the carry "routing" (`RoutingUse`) in `local`. chosen: see `ExpertPool`.
     """
 
     experts: int = 4
@@ -107,6 +131,7 @@ class PooledFedAvg(FedAvg):
     temperature: float = 1.0
     mix: Mix = field(default_factory=MixLogits)
     merge: PoolMerge = MergeByClient()
+    chosen: int | None = None
 
     personal: ClassVar[bool] = False
     reveals: ClassVar[Mapping[str, str]] = {
@@ -123,6 +148,7 @@ class PooledFedAvg(FedAvg):
             self.body,
             temperature=self.temperature,
             mix=self.mix,
+            chosen=self.chosen,
             seed=spec.seed,
         )
 

@@ -148,5 +148,13 @@ def fdse(
     recalibrate: bool = False,
     label_scope: Literal["seen", "current"] = "seen",
 ) -> Fdse:
-    """Assemble FDSE. ratio: channels per core channel (G); consensus: False takes plain means; others: see above."""
+    """Assemble FDSE; the options that are not named here are FedAvg's.
+
+    lam: weight of the consistency of batch statistics with the merged ones; 0 for none.
+    tau: temperature of the softmax over cosines by which erasers are merged; a large one takes their mean.
+    beta: how much more the regulariser counts in later layers; 0 weighs all alike.
+    ratio: channels per core channel of a layer (G): a larger one makes the shared part thinner.
+    consensus: merge the shared parts in the direction that all clients' updates agree on; false takes plain means.
+    recalibrate: measure the statistics of the global view on all clients after each stage, so that it can predict.
+    """
     return Fdse(replace(local, terms=(CrossEntropy(label_scope),)), lam, tau, beta, ratio, consensus, recalibrate)

@@ -47,9 +47,13 @@ class FedAvg(Method):
         """The model alone, for exchanges that look at it."""
         return {field: server[field] for field in ("params", "buffers")}
 
+    def reference(self, down: Payload, ctx: Context) -> Mapping[str, Any]:
+        """What the terms of `local` read beside the batch; see `fedloom.local.parts`."""
+        return {}
+
     def client_update(self, down: Payload, state: Payload, data: Batches, ctx: Context) -> Update:
         """Train from the downloaded model; upload parameters and buffers."""
-        end = self.local(down, data, ctx)
+        end = self.local(down, data, ctx, ref=self.reference(down, ctx))
         return Update(state, {"params": end.params, "buffers": end.buffers}, metrics=end.metrics)
 
     def server_update(self, server: Payload, replies: Sequence[Reply], ctx: Context) -> Payload:
@@ -66,5 +70,11 @@ def fedavg(
     uniform: bool = False,
     buffers: Literal["mean", "pooled", "frozen"] = "mean",
 ) -> FedAvg:
-    """Assemble FedAvg; see the module docstring for the options."""
+    """Assemble FedAvg.
+
+    label_scope: classes in the softmax of training: `seen`, every class so far, or `current`, those of the task alone.
+    uniform: count all clients the same instead of by their examples.
+    buffers: merge of batch-norm statistics: `mean` like weights, `pooled` as mean and variance of all examples,
+        `frozen` keeps the initial ones.
+    """
     return FedAvg(replace(local, terms=(CrossEntropy(label_scope),)), uniform, buffers)

@@ -113,5 +113,8 @@ def fedbn(
     uniform: bool = True,
     unseen: Literal["initial", "mean"] = "initial",
 ) -> FedBN:
-    """Assemble FedBN; see the module docstring for the options."""
+    """Assemble FedBN; the options that are not named here are FedAvg's.
+
+    unseen: batch norms of the global view: the `initial` ones, or the `mean` of the clients', which then upload them.
+    """
     return FedBN(replace(local, terms=(CrossEntropy(label_scope),)), uniform, unseen=unseen)

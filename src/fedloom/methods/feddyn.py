@@ -97,5 +97,8 @@ class FedDyn(Method):
 
 
 def feddyn(*, local: LocalSGD, alpha: Annotated[float, Gt(0)] = 0.01) -> FedDyn:
-    """Assemble FedDyn. alpha: weight of the dynamic regulariser."""
+    """Assemble FedDyn.
+
+    alpha: weight of the dynamic regulariser.
+    """
     return FedDyn(local, alpha)

@@ -144,6 +144,14 @@ def fedewc(
     uniform: bool = False,
     buffers: Literal["mean", "pooled", "frozen"] = "mean",
 ) -> FedEWC:
-    """Assemble FedEWC. lam: the paper's lambda; the rest is in the module docstring or FedAvg's."""
+    """Assemble FedEWC; the options that are not named here are FedAvg's.
+
+    lam: the paper's lambda, the weight of the penalty; 0 measures and penalises nothing.
+    fisher_cap: largest entry of the Fisher information; lam times this bounds the curvature of the penalty.
+    fisher_labels: labels for which the Fisher is measured: `true` are the examples' own, `model` draws them from the
+        predictions.
+    label_scope: classes in the softmax of the loss and of the Fisher: those of the task (`current`) or all so far
+        (`seen`).
+    """
     local, labels = replace(local, terms=(CrossEntropy(label_scope),)), pick("fisher_labels", fisher_labels, LABELS)
     return FedEWC(local, uniform, buffers, lam=lam, fisher_cap=fisher_cap, labels=labels, scope=label_scope)

@@ -23,6 +23,9 @@ sent; `client_scores` scales F_i before the mean. Batch-norm statistics of share
 is frozen on the server. With `aggregate` "owned" nothing is private: clients get the dense model and send all that
 they train, and entries are means over their owners. With keep 1 scores are not sent; with contrast_weight 0 as well it
 is FedAvg. Signatures reveal how domains differ. With batch_norm "local" the global view has no statistics of data.
+
+Switches. The paper's ladder, as we read the names of its rows: bare (FedAvg), dsfp-only (the mask alone), no-sa (mask
+and contrast), no-dsr (mask and shared aggregation), full. Beside it no-dsfp, which prunes nothing.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no-dsfp": {"keep": 1.0},
     "no-dsr": {"contrast_weight": 0.0},
     "no-sa": {"aggregate": "owned"},
+    "dsfp-only": {"contrast_weight": 0.0, "aggregate": "owned"},
+    "bare": {"keep": 1.0, "contrast_weight": 0.0},
 }
 
 
@@ -158,7 +163,39 @@ def fedfip(
     batch_norm: Literal["mean", "pooled", "local", "recal"] = "mean",
     aggregate: Literal["shared", "owned"] = "shared",
 ) -> FedFIP:
-    """Assemble FEDFIP; the module docstring tells the options. reactivation_threshold: phi; contrast_weight: lam."""
+    """Assemble FEDFIP.
+
+    keep: share of the channels in the global mask; 1 prunes nothing.
+    min_keep: least share of every group of channels that stays.
+    groups: what a channel is: a `coupled` group over residual streams, `internal` groups of one layer alone, or each
+        layer's output (`conv_out`), which can be masked but not cut out.
+    importance: score of a channel: mean squared gradient of its gate per example (`gate`), the same for labels that the
+        model draws (`model_labels`), of batch means (`batch_grad`), or the Fisher of its weights, summed or averaged
+        (`weight_sum`, `weight_mean`).
+    fisher_samples: most examples per domain that a client scores channels on.
+    client_scores: a client's scores of those of its domains: weighted by examples (`raw`), that scaled to the sum 1
+        (`client_norm`), or their plain mean (`equal_domains`).
+    threshold: which channels stay: the best of scores over their group's mean (`group_mean`), of scores as they are
+        (`raw_global`), of every group (`per_group`), or of scores per operation (`flops_aware`).
+    warmup_rounds: first rounds in which every channel is trained.
+    refresh_every: rounds from one mask to the next.
+    freeze: share of the run's rounds after which the mask stays; 0 makes a single one.
+    fisher_ema: memory of the server's scores: share of the old ones in a moving average.
+    reactivation: scale of phi: `relative` to the mean of the group's kept channels, `raw` scores, the `share` of all
+        scores, or a `quantile` of the pruned ones.
+    reactivation_threshold: phi: scores above it make a pruned channel private to the client.
+    react_max: most of a group that one client may re-open, as a share.
+    contrast_weight: lam, the weight of the structure contrast; 0 leaves it and the prototypes out.
+    contrast_mode: how the contrast moves weights: by second derivatives (`exact`), by the norms of weights (`norm`), by
+        batch norms' weights (`bn`), or not at all, as a mere measure (`detach`).
+    contrast_batch: most examples per domain that the contrast looks at in a step.
+    contrast_every: steps from one evaluation of the contrast to the next.
+    prototype_momentum: mu: share of the old prototype in the new one.
+    batch_norm: statistics of shared channels: `mean`, `pooled` as moments, `local`, or `recal`, local and measured anew
+        in the shared network at the end of a stage.
+    aggregate: `shared` keeps re-opened channels private; with `owned` every entry is the mean over those that trained
+        it.
+    """
     contrast = StructureContrast(contrast_weight, pick("contrast_mode", contrast_mode, FORMS), contrast_every)
     terms = (CrossEntropy(), contrast) if contrast_weight else (CrossEntropy(),)
     refresh = Refresh(warmup_rounds, refresh_every, freeze)

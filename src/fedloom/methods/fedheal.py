@@ -139,7 +139,14 @@ def fedheal(
     buffers: Literal["mean", "pooled", "frozen", "masked"] = "mean",
     label_scope: Literal["seen", "current"] = "seen",
 ) -> FedHEAL:
-    """Assemble FedHEAL. tau: smallest consistency, exclusive; beta: how fast weights follow distances."""
+    """Assemble FedHEAL; the options that are not named here are FedAvg's.
+
+    tau: consistency that an entry of an update must exceed to count, a share of past rounds; below 0 all count.
+    beta: how fast the clients' weights follow their distances from the global model; 0 leaves them equal.
+    history: rounds over which signs are counted: the client's `own`, or those of the run (`round`), as the code does.
+    buffers: `mean` by the clients' weights, `pooled` and `frozen` as in FedAvg, `masked` like parameters, as the code
+        does.
+    """
     if {"history": history, "buffers": buffers} == RELEASE:
         warnings.warn(
             "fedheal follows the public code where it differs: histories are divided by the rounds of the run, "

@@ -38,6 +38,10 @@ def fedlwf(
     uniform: bool = False,
     buffers: Literal["mean", "pooled", "frozen"] = "mean",
 ) -> TaughtFedAvg:
-    """Assemble FedLwF. weight: of the distillation; temperature: its T; the other options are FedAvg's."""
+    """Assemble FedLwF; the options that are not named here are FedAvg's.
+
+    weight: of the distillation of the old model's answers.
+    temperature: T of both softmaxes of the distillation.
+    """
     taught = Distillation(temperature, weight, scope="old", scale=False)
     return TaughtFedAvg(replace(local, terms=(CrossEntropy(label_scope),)), uniform, buffers, taught)

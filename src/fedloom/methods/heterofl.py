@@ -160,6 +160,13 @@ def heterofl(
     scaler: bool = True,
     statistics: Literal["stage", "round"] = "stage",
 ) -> HeteroFL:
-    """Assemble HeteroFL. rates: width shares of the clients; see the module docstring for the other options."""
+    """Assemble HeteroFL.
+
+    rates: shares of the network's width that clients train.
+    assignment: `fixed` deals the rates by client id, `dynamic` draws one per client and round.
+    masked_loss: logits of seen classes that a client lacks: `zero`, minus infinity (`inf`), or as they are (`none`).
+    scaler: divide the outputs of a narrower layer by its rate while it trains.
+    statistics: when batch norms are measured in the dense model: after a `stage` or after every `round`.
+    """
     term, assigned = pick("masked_loss", masked_loss, LOSSES).term, pick("assignment", assignment, ASSIGNMENTS)
     return HeteroFL(replace(local, terms=(term,)), tuple(rates), assigned, masked_loss, scaler, statistics)

@@ -37,5 +37,8 @@ class Joint(FedAvg):
 
 
 def joint(*, local: LocalSGD, visits: Literal["equal", "all"] = "equal") -> Joint:
-    """Assemble joint training; the loss is over every class seen so far. visits: see the module docstring."""
+    """Assemble joint training; the loss is over every class seen so far.
+
+    visits: examples of a round: as many as its cohort would visit (`equal`), or `all` of the pool in each epoch.
+    """
     return Joint(replace(local, terms=(CrossEntropy("seen"),)), visits=visits)

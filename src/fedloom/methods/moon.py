@@ -93,6 +93,13 @@ def moon(
     uniform: bool = False,
     buffers: Literal["mean", "pooled", "frozen"] = "mean",
 ) -> Moon:
-    """Assemble MOON. mu: weight of the contrast; tau: its temperature; the rest is above, or FedAvg's."""
+    """Assemble MOON; the options that are not named here are FedAvg's.
+
+    mu: weight of the contrast; 0 is FedAvg.
+    tau: temperature of the contrast.
+    head: what the contrast compares: the outputs of a `projection` between backbone and classifier, or, with `none`,
+        the backbone's features.
+    out_dim: width of the projection's output.
+    """
     local = replace(local, terms=(CrossEntropy(label_scope),))
     return Moon(local, uniform, buffers, ModelContrast(mu, tau), head, out_dim)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from fedloom.core import Batches, ClientId, Context, Exchange, Method, ModelSpec, Payload, Reply, Stage, Trip, Update
@@ -22,8 +21,19 @@ from fedloom.local.statistics import measured_statistics
 from fedloom.merge.buffers import buffer_policy, pooled_buffers
 from fedloom.methods.channel_facts import kept_channels, mask_overlaps
 from fedloom.methods.channel_scores import MaskRule, ReopenRule
-from fedloom.methods.subnetworks import COMPACT, MODEL, OWNED, SHARED, Entry, Sharing, dense, gathered, scattered, table
-from fedloom.models.channels import Channels, pack, unpack
+from fedloom.methods.subnetworks import (
+    COMPACT,
+    MODEL,
+    OWNED,
+    SHARED,
+    Entry,
+    Sharing,
+    gathered,
+    received,
+    scattered,
+    table,
+)
+from fedloom.models.channels import Channels, pack
 from fedloom.models.compact import prunable
 from fedloom.models.groupings import Grouping, channel_macs, coupled
 
@@ -90,15 +100,9 @@ class Pruned(Method):
 
         Without a state, as in the global view, the channels are those of the mask.
         """
-        channels = table(ctx)
-        mask = unpack(down["mask"]["bits"], channels.total)
-        before = state or (
-            ctx.init_state() if ctx.client is not None else dict(zip(MODEL, ctx.net.take(), strict=True))
-        )
-        block = torch.ones_like(mask) if dense(down, before) else mask
-        model = scattered(down, channels.kept(block), before, channels)
+        mask, model = received(down, state, ctx)
         scores = state.get("scores", {}).get("channels")
-        return mask, mask if scores is None else self.opened(scores, mask, channels), model
+        return mask, mask if scores is None else self.opened(scores, mask, table(ctx)), model
 
     def opened(self, scores: Tensor, mask: Tensor, channels: Channels) -> Tensor:
         """The mask with what a client of these scores [C] re-opens: bool [C]."""

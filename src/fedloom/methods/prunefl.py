@@ -135,7 +135,18 @@ def prunefl(
     initial_checks: Annotated[int, Ge(0)] = 20,
     initial_client: Annotated[int, Ge(0)] = 0,
 ) -> PruneFL:
-    """Assemble PruneFL; see the module docstring for the options."""
+    """Assemble PruneFL.
+
+    adjust_every: rounds from one mask to the next; 0 never makes a new one.
+    adjust_share: share of the active weights that have to prove themselves again at the first adjustment.
+    half_life: rounds after which that share has halved.
+    max_density: most of the weights that may be active, as a share; a run starts from it.
+    importance: squared gradients of weights: summed over the steps (`per_step`), or the square of their sum (`summed`).
+    time: what a weight costs: its multiply-adds per example (`macs`), or 1 (`uniform`).
+    fixed_time: cost of everything but weights, as a share of the dense network's cost.
+    initial_checks: most masks that one client makes by itself before the first round; 0 for none.
+    initial_client: the client that prunes first, by id.
+    """
     if importance == "summed":
         warnings.warn("prunefl follows the public code where it differs: it squares summed gradients", stacklevel=2)
     return PruneFL(

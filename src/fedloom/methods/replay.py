@@ -143,7 +143,16 @@ def replay(
     uniform: bool = False,
     buffers: Literal["mean", "pooled", "frozen"] = "mean",
 ) -> Replay:
-    """Assemble replay. memory: examples that a client keeps; temperature: the distillation's T; see the module."""
+    """Assemble replay; the options that are not named here are FedAvg's.
+
+    memory: examples of past classes that a client keeps; 0 rehearses nothing.
+    distillation: weight of the KL divergence from the model of the end of the last stage, from the second stage on.
+    temperature: T of the distillation.
+    inference: prediction by the nearest class mean of exemplars (`nme`) or by the logits (`linear`).
+    pool: how the exemplars of a class are chosen: by `herding`, or at `random`.
+    visits: examples of an epoch: as many as there are new ones (`equal`), or each new example and exemplar once
+        (`all`).
+    """
     local = replace(local, terms=(CrossEntropy("seen"),), decisions=(feats_needed,) if memory else ())
     taught = Distillation(temperature, distillation, scope="old", scale=False)
     means = memory > 0 and inference == "nme"

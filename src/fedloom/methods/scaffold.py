@@ -130,5 +130,8 @@ class Scaffold(Method):
 
 
 def scaffold(*, local: LocalSGD, server_lr: Annotated[float, Gt(0)] = 1.0) -> Scaffold:
-    """SCAFFOLD with server step `server_lr` (eta_g). Raises ConfigError where training is not SGD in one phase."""
+    """Assemble SCAFFOLD. Raises ConfigError where training is not SGD in one phase.
+
+    server_lr: step of the server (eta_g): 1 takes the mean of the clients' models.
+    """
     return Scaffold(replace(local, transforms=(*local.transforms, Correction())), server_lr)

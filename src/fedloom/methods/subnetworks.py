@@ -48,6 +48,19 @@ def dense(part: Payload, model: Payload) -> bool:
     return all(tensor.shape == model["params"][name].shape for name, tensor in part["params"].items())
 
 
+def received(down: Payload, state: Payload, ctx: Context) -> tuple[Tensor, Payload]:
+    """The mask of what was sent, bool [C], and the client's dense model: the block put into the shadow in its state.
+
+    A client without a shadow yet starts from the initial values, the global view from what the network holds.
+    """
+    channels = table(ctx)
+    mask, before = unpack(down["mask"]["bits"], channels.total), state
+    if "params" not in state:
+        before = ctx.init_state() if ctx.client is not None else dict(zip(MODEL, ctx.net.take(), strict=True))
+    block = torch.ones_like(mask) if dense(down, before) else mask
+    return mask, scattered(down, channels.kept(block), before, channels)
+
+
 class Entry(Protocol):
     """How a part of the channels is trained and served."""
 

@@ -288,30 +288,47 @@ class Draft:
 
 
 def channels_of(module: Any, input_shape: Sequence[int] | None = None) -> Channels:
-    """The table of a classifier: what a part of it declares, with the head that reads its last group, or a trace.
+    """The table of a classifier: what a part of it declares, with what reads its last group, or a trace.
 
-    A network that has further layers beside these two is traced as a whole.
+    The readers are those that the module names by `feature_readers` (name of a parameter -> the dimension), else its
+    head. A network without such a part, or with further layers beside the part and a head, is traced as a whole.
     input_shape: of one example; needed for a network that is traced. Raises `ConfigError` for a network whose
     channels cannot be pruned one by one (group normalisation), that has none, or that cannot be traced.
     """
     parts = ((name, part) for name, part in module.named_modules() if hasattr(part, "channel_groups"))
     name, part = next(parts, ("", None))
     table: Channels | None = None if part is None else part.channel_groups()
-    head: Any = getattr(module, "head", None)
-    known = all(n.startswith((f"{name}." if name else "", "head.")) for n, _ in module.named_parameters())
-    if table is None or not known or (name and not isinstance(head, nn.Linear)):
+    readers: Mapping[str, int] = getattr(module, "feature_readers", {})
+    if not readers and (table is None or not _is_headed(module, name)):
         from fedloom.models.traced import traced
 
         return traced(module, input_shape)
+    if table is None:
+        backbone = getattr(module, "backbone", module)
+        raise ConfigError(
+            f"{type(getattr(backbone, 'body', backbone)).__name__} does not declare its channels, and under a "
+            f"{type(module).__name__} they are not traced; take another network, such as resnet8, or give it a method "
+            "channel_groups()"
+        )
     if not table.groups:
         raise ConfigError(f"{type(part).__name__} has no channels to prune; take a network with hidden layers")
-    return _headed(table.prefixed(name), head) if name else table
+    return _read(table.prefixed(name), module, readers or {"head.weight": 1}) if name else table
 
 
-def _headed(table: Channels, head: nn.Linear) -> Channels:
-    last = table.groups[-1]
-    reads = Axis(last.name, head.in_features // last.size)
-    return replace(table, axes={**table.axes, "head.weight": (None, reads)})
+def _is_headed(module: nn.Module, part: str) -> bool:
+    """Whether a module is the part of this name and a linear head that reads it, or the part itself."""
+    own = (f"{part}.", "head.")
+    headed = isinstance(getattr(module, "head", None), nn.Linear)
+    return not part or (headed and all(name.startswith(own) for name, _ in module.named_parameters()))
+
+
+def _read(table: Channels, module: nn.Module, readers: Mapping[str, int]) -> Channels:
+    """The table with the axes of the parameters that read the last group."""
+    last, axes = table.groups[-1], dict(table.axes)
+    for name, dim in readers.items():
+        reads = Axis(last.name, module.get_parameter(name).shape[dim] // last.size)
+        axes[name] = tuple(reads if d == dim else None for d in range(dim + 1))
+    return replace(table, axes=axes)
 
 
 def _positions(axis: Axis, kept: Kept) -> Tensor:

@@ -124,11 +124,12 @@ def _restate(layer: Any) -> None:
 
 
 def _restate_features(module: Any) -> None:
-    """The width of the features that a head reads, told by the classifier and by its backbone."""
-    head = getattr(module, "head", None)
-    if not isinstance(head, nn.Linear):
+    """The width of the features that a head or a gate reads, told by the classifier and by its backbone."""
+    readers = (getattr(module, name, None) for name in ("head", "gate"))
+    reader = next((layer for layer in readers if isinstance(layer, nn.Linear)), None)
+    if reader is None:
         return
     holders: list[Any] = [module, getattr(module, "backbone", None), getattr(module, "body", None)]
     for holder in holders:
         if hasattr(holder, "num_features"):
-            holder.num_features = head.in_features
+            holder.num_features = reader.in_features

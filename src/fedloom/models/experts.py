@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.core.errors import ConfigError
+from fedloom.core.moe import MoELayer, Slice
 from fedloom.core.seeds import seeded
+from fedloom.core.tree import Tensors
 
 Mix = Callable[[Tensor, Tensor], Tensor]
 Widths = str | Sequence[int]
@@ -46,6 +48,8 @@ class ExpertPool(nn.Module):
     body: "mlp" (two layers of 7/4 and 3/4 of `num_features`: 512 -> 896 -> 384), a list of widths, or "identity".
     Every layer of a body ends in ReLU. temperature: of the gate, above 0. mix: joins the experts' logits by the
     router logits, to one set [batch, classes]; None takes all experts, weighted by the gate.
+    chosen: experts of the gate that count as its choice for an example, which is one token; the pool is then a layer as
+    in `fedloom.core.moe` and tells its routing. None tells none.
     seed: of the initial values. Experts are drawn under different keys: equal experts would be chosen by index
     for ever. Head 0 is the one that the default classifier of the same seed has.
     """
@@ -61,9 +65,11 @@ class ExpertPool(nn.Module):
         *,
         temperature: float = 1.0,
         mix: Mix | None = None,
+        chosen: int | None = None,
         seed: int = 0,
     ):
         super().__init__()
+        self.chosen, self.records_inputs = chosen, False
         if num_classes < 1 or experts < 1:
             raise ConfigError(f"num_classes and experts must be at least 1, got {num_classes} and {experts}")
         if not (math.isfinite(temperature) and temperature > 0):
@@ -79,9 +85,20 @@ class ExpertPool(nn.Module):
             self.gate = nn.Linear(self.num_features, experts)
 
     @property
+    def feature_readers(self) -> Mapping[str, int]:
+        """Names of the parameters that read the backbone's features -> the dimension along which they do."""
+        return {"gate.weight": 1, "bodies.0.weight" if len(self.bodies) else "heads.weight": 2}
+
+    @property
     def memory_format(self) -> str:
         """The layout in which the backbone is fastest: "contiguous" or "channels_last"."""
         return getattr(self.backbone, "memory_format", "contiguous")
+
+    @property
+    def moe_layers(self) -> tuple[MoELayer, ...]:
+        """The pool where it tells its routing, else none."""
+        params = dict(self.named_parameters())
+        return () if self.chosen is None else (pool_layer(params, self.chosen),)
 
     @property
     def active_parameters(self) -> int:
@@ -110,7 +127,19 @@ class ExpertPool(nn.Module):
             "features": features,
             "expert_logits": expert_logits,
             "router_logits": router_logits,
+            **({} if self.chosen is None else self._routing(feats, router_logits, self.chosen)),
         }
+
+    def _routing(self, feats: Tensor, router_logits: Tensor, chosen: int) -> dict[str, Tensor]:
+        top = router_logits.topk(min(chosen, self.experts), 1).indices
+        selected = torch.zeros_like(router_logits, dtype=torch.bool).scatter(1, top, True)[None]
+        found = {
+            "routing": F.log_softmax(router_logits.float(), 1)[None],
+            "selected": selected,
+            "dispatched": selected,
+            "token_mask": torch.ones_like(router_logits[:, 0], dtype=torch.bool),  # len() would fix an export's batch
+        }
+        return {**found, "expert_inputs": feats.detach()[None]} if self.records_inputs else found
 
     def _mixed(self, expert_logits: Tensor, router_logits: Tensor) -> Tensor:
         if self.mix is not None:
@@ -126,6 +155,14 @@ class ExpertPool(nn.Module):
                 "set it to false"
             )
         switch(enable)
+
+
+def pool_layer(params: Tensors, chosen: int) -> MoELayer:
+    """A pool's parameters as a mixture-of-experts layer: bodies and heads are the experts."""
+    experts, hidden = params["gate.weight"].shape
+    stacked = [name for name in params if name.startswith(("bodies.", "heads."))]
+    slices = tuple(tuple(Slice(name, (slice(e, e + 1),)) for name in stacked) for e in range(experts))
+    return MoELayer("pool", slices, ("gate.weight", "gate.bias"), min(chosen, experts), hidden)
 
 
 def body_widths(body: Widths, num_features: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from fedloom.core.errors import ConfigError
+from fedloom.core.moe import MoELayer, moe_layers
 
 
 class Classifier(nn.Module):
@@ -33,6 +34,11 @@ class Classifier(nn.Module):
     def memory_format(self) -> str:
         """The layout in which the backbone is fastest: "contiguous" or "channels_last"."""
         return getattr(self.backbone, "memory_format", "contiguous")
+
+    @property
+    def moe_layers(self) -> tuple[MoELayer, ...]:
+        """The backbone's mixture-of-experts layers, as this network names them."""
+        return moe_layers(self.backbone, "backbone.")
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """`{"logits": [batch, num_classes], "feats": [batch, num_features]}`."""

@@ -49,7 +49,13 @@ def by_macs(module: nn.Module, input_shape: Sequence[int] | None) -> dict[str, f
     """How often one example multiplies with every weight of a layer: the positions of its output."""
     if input_shape is None:
         raise ConfigError("time by operations needs the input's shape, which the model does not tell; set time=uniform")
-    found = output_positions(module, input_shape)
+    try:
+        found = output_positions(module, input_shape)
+    except Exception as error:  # of the network, which reads something else (texts, say)
+        raise ConfigError(
+            f"the operations of {type(module).__name__} cannot be counted, as it fails on a tensor of zeros "
+            f"({type(error).__name__}: {error}); set time=uniform"
+        ) from error
     return {name: float(found.get(name, 1)) for name in sparse_layers(module)}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.errors import ConfigError
+from fedloom.core.payload import is_finite
 
 State = dict[str, Tensor]
 
@@ -79,7 +80,26 @@ def load_weights(
                 f"model.weights: '{key}' of '{path}' has shape {tuple(tensor.shape)}, "
                 f"the network needs {tuple(own[key].shape)}"
             )
+    check_values(state, own, path)
     module.load_state_dict(state, strict=True)
+
+
+def check_values(state: Mapping[str, Tensor], own: Mapping[str, Tensor], path: str | Path) -> None:
+    """Raise `ConfigError` for tensors that a network would take in silence and compute nonsense with.
+
+    state: what a file holds. own: the network's, whose floating-point tensors need finite floating-point values.
+    """
+    floats = {key: tensor for key, tensor in state.items() if key in own and own[key].is_floating_point()}
+    if whole := sorted(key for key, tensor in floats.items() if not tensor.is_floating_point()):
+        raise ConfigError(
+            f"model.weights: '{path}' holds whole numbers ({str(floats[whole[0]].dtype).removeprefix('torch.')}) in "
+            f"{_some(whole)}, where the network has fractions; give weights that are not quantised"
+        )
+    if broken := sorted(key for key, tensor in floats.items() if not is_finite(tensor)):
+        raise ConfigError(
+            f"model.weights: '{path}' holds values that are not finite in {_some(broken)}; the training that wrote it "
+            "diverged or the file is damaged: give another"
+        )
 
 
 def _some(keys: list[str]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from fedloom.evaluate.comparison import DOMAIN, FEW
 from fedloom.report.tables import differ
-from fedloom.report.units import count, duration, percent
+from fedloom.report.units import byte_size, count, decimal, duration, percent, short_count
 
-FEW = 3  # seeds below which a comparison says little
-DOMAIN = "domain_accuracy["  # what the key of a domain's accuracy begins with: domain_accuracy[NAME]
+BETTER = "*"  # marks what is better than the reference
 METRIC = "final_accuracy"  # whose test is shown where no other is asked for
+PLAIN = ("measures.perplexity", "measures.alignment", "measures.matched_cosine")  # results that are no fractions
 OVER_DOMAINS = ("domain_mean", "domain_std", "domain_worst")
 
 Content = Mapping[str, Any]
@@ -24,14 +25,11 @@ class Column(NamedTuple):
 
 
 def _spread(key: str) -> Callable[[Content], str | None]:
-    """Mean and half width of the interval in per cent or points, as in "63.3 ± 1.2"."""
-
     def cell(entry: Content) -> str | None:
         found = entry["metrics"].get(key)
         if found is None:
             return None
-        half = "" if found["high"] is None else f" ± {_hundredth(found['high'] - found['mean'])}"
-        return f"{_hundredth(found['mean'])}{half}"
+        return value_text(key, found["mean"], None if found["high"] is None else found["high"] - found["mean"])
 
     return cell
 
@@ -42,6 +40,11 @@ def _mean(key: str, write: Callable[[float], str]) -> Callable[[Content], str | 
         return None if found is None else write(found["mean"])
 
     return cell
+
+
+def rank_text(rank: float | None) -> str | None:
+    """A mean rank with two decimals."""
+    return None if rank is None else f"{rank:.2f}"
 
 
 def _hundredth(fraction: float) -> str:
@@ -72,17 +75,36 @@ def _seeds(entry: Content) -> str:
     return str(done) if done == asked else f"{done} of {asked}"
 
 
-def p_value(entry: Content, key: str) -> float | None:
-    """p of the paired t-test; None for fewer seeds than say anything."""
+def p_value(entry: Content, key: str, kind: str = "p_holm") -> float | None:
+    """p of the paired t-test; None for fewer seeds than say anything. kind: p_holm, corrected, or p_t, not."""
     found = entry["tests"].get(key)
-    p: float | None = found["p_t"] if found and found["n"] >= FEW else None
+    p: float | None = found.get(kind) if found and found["n"] >= FEW else None
     return p
 
 
+def better(entry: Content, key: str) -> bool:
+    """Whether the method is better than the reference by the corrected test."""
+    return p_value(entry, key) is not None and bool(entry["tests"][key].get("better"))
+
+
 def p_value_text(entry: Content, key: str) -> str | None:
-    """The same as the table shows it."""
+    """The corrected p as the table shows it, with the mark of what is better than the reference."""
     p = p_value(entry, key)
-    return None if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+    if p is None:
+        return None
+    return ("< 0.001" if p < 0.001 else f"{p:.3f}") + (f" {BETTER}" if better(entry, key) else "")
+
+
+def mean_rank(entry: Content, key: str) -> float | None:
+    """Mean rank over seeds, 1 for the best; None where the methods share no seed, and for pooled data."""
+    rank: float | None = entry.get("ranks", {}).get(key)
+    return rank
+
+
+def value_text(key: str, value: float, half: float | None) -> str:
+    """Mean and half width of the interval, as in "63.3 ± 1.2": in per cent or points, or as `PLAIN` says."""
+    write = decimal if key in PLAIN else _hundredth
+    return write(value) + ("" if half is None else f" ± {write(half)}")
 
 
 def tested(content: Content) -> str:
@@ -92,8 +114,10 @@ def tested(content: Content) -> str:
 
 
 def words(key: str) -> str:
-    """A measure in words: domain_worst -> "domain worst", domain_accuracy[art] -> "domain art"."""
-    return f"domain {_domain(key)}" if key.startswith(DOMAIN) else key.replace("_", " ")
+    """A measure in words: domain_worst -> "domain worst", domain_accuracy[art] -> "domain art", measures.perplexity ->
+    "perplexity".
+    """
+    return f"domain {_domain(key)}" if key.startswith(DOMAIN) else key.removeprefix("measures.").replace("_", " ")
 
 
 def _domain(key: str) -> str:
@@ -120,6 +144,10 @@ def _results(content: Content) -> list[Column]:
         ("Current task, mean over stages, %", "current_task_accuracy"),
         ("Forgetting, pp", "forgetting"),
         ("Final accuracy, task known, %", "accuracy_within_task"),
+        ("Final accuracy, length-normalised, %", "measures.accuracy_norm"),
+        ("Perplexity", "measures.perplexity"),
+        ("Alignment", "measures.alignment"),
+        ("Matched cosine", "measures.matched_cosine"),
         *_domains(content),
         ("Domains, mean, %", "domain_mean"),
         ("Domains, deviation (ddof 0), pp", "domain_std"),
@@ -147,11 +175,14 @@ def columns(content: Content) -> list[Column]:
         Column("Seeds", _seeds),
         *_results(content),
         Column(f"p of {words(key)} against {content['reference']}", lambda entry: p_value_text(entry, key)),
+        Column("Mean rank", lambda entry: rank_text(mean_rank(entry, key))),
         Column("MB sent by clients", _mean("bytes_up", megabytes)),
         Column("MB sent to clients", _mean("bytes_down", megabytes)),
+        Column("Training FLOPs", _mean("train_flops", short_count)),
         Column("Sample visits", _mean("sample_visits", _whole)),
         Column("Visits without training", _passes),
         Column("Parameters (active)", _parameters),
+        Column("Peak memory", _mean("own_peak_rss_bytes", byte_size)),
         Column("Wall time", _mean("wall_seconds", duration)),
     )
     entries = content["methods"].values()

@@ -6,18 +6,22 @@ title, recipe, dataset, scenario
     what was compared, in words; dataset and scenario as in the runs' summaries
 settings
     dotted key -> value of what was set over the recipe, without what cannot change a result
-reference, metric, seeds, complete
+reference, metric, lower_is_better, seeds, complete
     label that the others are tested against; key of the result whose test the table shows (final_accuracy where it is
-    left out); seeds asked for; whether every run is there
+    left out), and whether lower values of it are better; seeds asked for; whether every run is there
+runs_folder
+    where the runs are, seen from here: `runs`, or `../runs` for a setting of a sweep
 methods
     label -> `method` (the resolved section), `runs` {seed: key, the name of the folder in runs/}, `missing` {seed: why
     the run is not there, null for not yet}, `begun` [seeds whose run was begun and has not ended], `pooled` (whether
     the method pools the data of all clients), `personal` (whether its clients may predict otherwise than the global
     view does), `metrics` {key: {mean, std, low, high, n, values {seed: value}}}, `tests`
-    {key: {difference, p_t, p_wilcoxon, n}}; see `fedloom.evaluate.comparison`; a domain's accuracy has the key
-    domain_accuracy[NAME]
+    {key: {difference, p_t, p_holm, p_wilcoxon, better, n}}, `ranks` {key: mean rank over seeds} (empty where data are
+    pooled); see `fedloom.evaluate.comparison`; a domain's accuracy has the key domain_accuracy[NAME]
 budget
     `equal`, `visits` {label: {seed: sample visits}}, `share` {label: fraction of the reference's}
+pareto
+    `bytes` and `train_flops`: labels that no other beats in both the metric and that cost, see `fedloom.report.pareto`
 """
 
 from __future__ import annotations
@@ -27,18 +31,31 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.core.errors import ConfigError
-from fedloom.report.columns import FEW, columns, own_views_differ, p_value, p_value_text, tested, words
+from fedloom.evaluate.comparison import FEW
+from fedloom.report.columns import (
+    BETTER,
+    better,
+    columns,
+    mean_rank,
+    own_views_differ,
+    p_value,
+    p_value_text,
+    tested,
+    words,
+)
+from fedloom.report.latex import table
 from fedloom.report.units import NONE
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-JSON, MARKDOWN, CSV, RUNS = "compare.json", "compare.md", "compare.csv", "runs"
+JSON, MARKDOWN, CSV, LATEX, RUNS = "compare.json", "compare.md", "compare.csv", "compare.tex", "runs"
+RUNS_FOLDERS = (RUNS, f"../{RUNS}")
 OWN, OWN_ON_DOMAINS = "per_client_accuracy_mean", "personal_domain_mean"  # what tells of clients' own views
 HEAD_WIDTH = 11  # characters to which a plain table's headers are wrapped, where its cells are not wider
 COMMON = ("label_scope", "uniform", "buffers", "visits")  # options that mean the same in every method that has them
@@ -56,12 +73,14 @@ def grid(content: Content) -> list[list[str]]:
 def notes(content: Content) -> list[str]:
     """What has to be known to read the table, one sentence or two per line."""
     many = len(content["seeds"])
-    set_ = ", ".join(f"{key}={_text(value)}" for key, value in content.get("settings", {}).items())
-    lines = [f"Set: {set_}."] if set_ else []
+    lines = told_set(content.get("settings", {}))
     lines.append("Accuracies in per cent, forgetting in percentage points.")
     if many > 1:
         lines[-1] += " Mean ± half of the 95 % Student-t interval over seeds; costs are means."
     lines += _test(content)
+    if any(mean_rank(entry, tested(content)) is not None for entry in content["methods"].values()):
+        lower = ", the lowest" if content.get("lower_is_better") else ""
+        lines.append(f"Mean rank: by {words(tested(content))} on each seed that all have; 1 is the best{lower}.")
     if many == 1:
         lines.append(f"One seed: no interval and no test. Run at least {FEW}.")
     elif many < FEW:
@@ -70,13 +89,22 @@ def notes(content: Content) -> list[str]:
     return [*lines, *(line for part in parts for line in part(content))]
 
 
+def told_set(layer: Mapping[str, Any]) -> list[str]:
+    """A sentence that says what was set over the recipe; none where nothing was. layer: dotted key -> value."""
+    set_ = ", ".join(f"{key}={_text(value)}" for key, value in layer.items())
+    return [f"Set: {set_}."] if set_ else []
+
+
 def _test(content: Content) -> list[str]:
     key, reference = tested(content), content["reference"]
-    if any(p_value_text(entry, key) for entry in content["methods"].values()):
-        return [
-            f"p: two-sided paired t-test of {words(key)} against {reference} over the seeds of both, not corrected for "
-            "the number of tests."
-        ]
+    entries = content["methods"].values()
+    if any(p_value_text(entry, key) for entry in entries):
+        family = sum(entry["tests"].get(key, {}).get("p_holm") is not None for entry in entries)
+        many = f", corrected for {family} tests (Holm)" if family > 1 else ""
+        mark = (
+            f" {BETTER}: better than {reference}, p below 0.05." if any(better(entry, key) for entry in entries) else ""
+        )
+        return [f"p: two-sided paired t-test of {words(key)} against {reference} over the seeds of both{many}.{mark}"]
     base = content["methods"].get(reference, {"metrics": {}})["metrics"]
     return [f"{reference} has no {words(key)}, so nothing is tested against it."] if base and key not in base else []
 
@@ -112,7 +140,7 @@ def _differing(content: Content) -> list[str]:
 
 def _pooled(content: Content) -> list[str]:
     return [
-        f"{label} pools the data of all clients: a reference, not a federation; it has no traffic."
+        f"{label} pools the data of all clients: a reference, not a federation; it has no traffic and no rank."
         for label, entry in content["methods"].items()
         if entry.get("pooled")
     ]
@@ -181,24 +209,44 @@ def title(content: Content) -> str:
 
 def markdown(content: Content) -> str:
     """Title, table and notes as Markdown."""
-    head, *body = ([cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in grid(content))
-    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return "\n".join([f"**{title(content)}**", "", table, "", *(f"- {line}" for line in notes(content)), ""])
+    head, *body = map(escaped, grid(content))
+    lines = [markdown_row(row) for row in (head, ["---", *["---:"] * (len(head) - 1)], *body)]
+    return "\n".join([f"**{title(content)}**", "", *lines, "", *(f"- {line}" for line in notes(content)), ""])
+
+
+def escaped(row: Sequence[str]) -> list[str]:
+    """Cells of a Markdown table as text."""
+    return [cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row]
+
+
+def markdown_row(row: Sequence[str]) -> str:
+    """One line of a Markdown table."""
+    return "| " + " | ".join(row) + " |"
+
+
+def latex(content: Content) -> str:
+    """The table for a paper, its title and notes as the caption."""
+    head, *body = grid(content)
+    return table(head, body, " ".join([f"{title(content)}.", *notes(content)]))
 
 
 def text(content: Content) -> str:
     """Title, table and notes as plain text, for logs and pipes."""
-    table = grid(content)
-    heads, widths = _layout(table)
+    return "\n".join([title(content), "", *aligned(grid(content)), "", *notes(content)])
+
+
+def aligned(cells: Sequence[Sequence[str]], names: int = 1) -> list[str]:
+    """Lines of a plain table, the first row its heads, wrapped. names: columns that stand to the left."""
+    heads, widths = _layout(cells)
     tall = max(map(len, heads))
     lines = [[(*[""] * (tall - len(head)), *head)[k] for head in heads] for k in range(tall)]
 
     def line(row: Sequence[str]) -> str:
-        rest = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        return "  ".join([f"{row[0]:<{widths[0]}}", *rest]).rstrip()
+        padded = [f"{cell:<{width}}" for cell, width in zip(row[:names], widths[:names], strict=True)]
+        padded += [f"{cell:>{width}}" for cell, width in zip(row[names:], widths[names:], strict=True)]
+        return "  ".join(padded).rstrip()
 
-    return "\n".join([title(content), "", *map(line, lines), *map(line, table[1:]), "", *notes(content)])
+    return [*map(line, lines), *map(line, cells[1:])]
 
 
 def _layout(table: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[int]]:
@@ -209,8 +257,12 @@ def _layout(table: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[int]]
 
 
 def tables(content: Content, width: int) -> list[Table]:
+    """Rich tables for a terminal of that width; see `fitted`."""
+    return fitted(grid(content), width)
+
+
+def fitted(whole: Sequence[Sequence[str]], width: int) -> list[Table]:
     """Rich tables for a terminal of that width: one, or as many as it takes, each with the labels again."""
-    whole = grid(content)
     taken = [size + 3 for size in _layout(whole)[1]]
     parts: list[list[int]] = []
     for k in range(1, len(taken)):
@@ -236,7 +288,8 @@ def _table(cells: Sequence[Sequence[str]]) -> Table:
 
 def rows(content: Content) -> list[dict[str, Any]]:
     """The table as numbers: per method its label, the seeds that are there, and per measure `<key>` (mean),
-    `<key>_low` and `<key>_high` (95 % interval), `<key>_p` (paired t-test against the reference, None as in the table).
+    `<key>_low` and `<key>_high` (95 % interval), `<key>_p` and `<key>_p_holm` (paired t-test against the reference,
+    as it is and corrected, None as in the table), `<key>_rank` (mean over seeds).
     """
     found = []
     for label, entry in content["methods"].items():
@@ -244,24 +297,30 @@ def rows(content: Content) -> list[dict[str, Any]]:
         for key, measured in entry["metrics"].items():
             row |= {key: measured["mean"], f"{key}_low": measured["low"], f"{key}_high": measured["high"]}
             if key in entry["tests"]:
-                row[f"{key}_p"] = p_value(entry, key)
+                row |= {f"{key}_p": p_value(entry, key, "p_t"), f"{key}_p_holm": p_value(entry, key)}
+            if (rank := mean_rank(entry, key)) is not None:
+                row[f"{key}_rank"] = rank
         found.append(row)
     return found
 
 
 def csv_text(content: Content) -> str:
-    """Raw numbers, one line per label and seed; empty where there is no value."""
-    entries = content["methods"].values()
+    """Raw numbers, one line per label and seed; empty where there is no value.
+
+    What is of a label and not of a run, the test and the rank by the table's metric, stands on each of its lines.
+    """
+    entries, metric = content["methods"].values(), tested(content)
     keys = list(dict.fromkeys(key for entry in entries for key in entry["metrics"]))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["label", "method", "preset", "seed", "state", "hash", *keys])
+    writer.writerow(["label", "method", "preset", "seed", "state", "hash", "p_t", "p_holm", "mean_rank", *keys])
     for label, entry in content["methods"].items():
+        whole = (p_value(entry, metric, "p_t"), p_value(entry, metric), mean_rank(entry, metric))
         for seed, key in entry["runs"].items():
             state = _state(entry, seed)
             named = [label, entry["method"]["name"], entry["method"]["preset"], seed, state, key]
             values = (entry["metrics"].get(k, {}).get("values", {}).get(seed) for k in keys)
-            writer.writerow([*named, *("" if v is None else repr(v) for v in values)])
+            writer.writerow([*named, *("" if v is None else repr(v) for v in (*whole, *values))])
     return out.getvalue()
 
 
@@ -278,18 +337,34 @@ def is_comparison(folder: Path) -> bool:
 
 def read_comparison(folder: Path) -> dict[str, Any]:
     """The content of compare.json. Raises `ConfigError` when it is damaged."""
-    try:
-        found = json.loads((folder / JSON).read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not isinstance(found["methods"], dict):
+
+    def check(found: Content) -> None:
+        if not isinstance(found["methods"], dict):
             raise ValueError("it holds no comparison")
         for label, entry in found["methods"].items():
             if not all(isinstance(key, str) and key.isalnum() for key in entry["runs"].values()):
                 raise ValueError(f"the runs of {label} are not named by keys")
+        if found.get("runs_folder", RUNS) not in RUNS_FOLDERS:
+            raise ValueError(f"its runs are in none of {', '.join(RUNS_FOLDERS)}")
         text(found)
+
+    return read_content(folder / JSON, "compare", check)
+
+
+def read_content(file: Path, command: str, check: Callable[[Content], None]) -> dict[str, Any]:
+    """The mapping that a command wrote to a JSON file. check: raises what it likes for one that is not whole.
+
+    Raises `ConfigError` when it is damaged.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no mapping")
+        check(found)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
-            f"'{folder / JSON}' is damaged ({error}); call `fedloom compare` again with the same arguments, which "
-            "writes it anew from the runs"
+            f"'{file}' is damaged ({error}); call `fedloom {command}` again with the same arguments, which writes it "
+            "anew from the runs"
         ) from error
     return found
 
@@ -300,7 +375,7 @@ def run_folders(folder: Path, content: Content) -> dict[str, Path]:
     Raises `ConfigError` when none has ended.
     """
     found = {
-        f"{label}, seed {seed}": folder / RUNS / key
+        f"{label}, seed {seed}": folder / content.get("runs_folder", RUNS) / key
         for label, entry in content["methods"].items()
         for seed, key in entry["runs"].items()
         if seed not in entry["missing"]
@@ -309,3 +384,6 @@ def run_folders(folder: Path, content: Content) -> dict[str, Path]:
         raise ConfigError(f"no run of the comparison '{folder}' has ended; go on with the same `fedloom compare`")
     first = {path: name for name, path in reversed(found.items())}
     return {name: path for name, path in found.items() if first[path] == name}
+
+
+FORMS = {MARKDOWN: markdown, LATEX: latex, CSV: csv_text}  # the tables of a comparison by the names of their files

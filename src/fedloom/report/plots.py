@@ -90,9 +90,7 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True, named: b
     worst, mean = ([number(row, f"accuracy/client_{k}") for row in rows] for k in ("worst10", "mean"))
     if any(v is not None for v in worst):
         low, high = _percent(worst), _percent(mean)
-        ax.fill_between(
-            x, low, high, color=SERIES[5], alpha=0.22, linewidth=0, label="clients: mean down to worst tenth"
-        )
+        ax.fill_between(x, low, high, color=SERIES[5], alpha=0.22, linewidth=0, label="clients, mean to worst tenth")
     chance = [1 / n if n else None for n in (number(row, "seen_classes") for row in rows)]
     first = [row[0] if row else None for row in record.matrix]
     whose = f": {_plain_label(record.task_names[0])}" if named and record.task_names else ""
@@ -117,12 +115,12 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True, named: b
                 zorder=zorder,
                 clip_on=False,
             )
-    _stage_axis(ax, x)
-    _percent_axis(ax)
+    stage_axis(ax, x)
+    percent_axis(ax)
     ax.set_title("Accuracy over stages")
     if legend and ax.get_legend_handles_labels()[0]:
         handles, labels = ax.get_legend_handles_labels()
-        _legend_below(ax, handles[::-1], labels[::-1])
+        legend_below(ax, handles[::-1], labels[::-1])
 
 
 def domain_curves(ax: Axes, record: RunRecord, *, named: bool = False) -> None:
@@ -145,12 +143,12 @@ def domain_curves(ax: Axes, record: RunRecord, *, named: bool = False) -> None:
     mean, std = np.array([(c.mean(), c.std()) if len(c) else (math.nan, math.nan) for c in known]).T
     ax.fill_between(x, mean - std, mean + std, color=MUTED, alpha=0.16, linewidth=0, zorder=1)
     thick = ax.plot(x, mean, color=INK, lw=2.8, zorder=4, clip_on=False)
-    _stage_axis(ax, x) if staged else _round_axis(ax, record)
-    _percent_axis(ax)
+    stage_axis(ax, x) if staged else round_axis(ax, record)
+    percent_axis(ax)
     ax.set_title(f"Accuracy per domain over {'stages' if staged else 'rounds'}")
     if named:
         names = [_plain_label(name) for name in found] if len(found) <= MOST_NAMED else []
-        _legend_below(ax, [*thick, *handles[: len(names)]], [f"mean of {len(found)} domains", *names])
+        legend_below(ax, [*thick, *handles[: len(names)]], [f"mean of {len(found)} domains", *names])
 
 
 def accuracy_bars(ax: Axes, record: RunRecord, *, named: bool = False) -> None:
@@ -229,8 +227,8 @@ def accuracy_over_rounds(ax: Axes, record: RunRecord) -> None:
     """Accuracy over all seen classes in every round that evaluated it; thin marks where a stage begins."""
     x, y = zip(*record.accuracy_by_round, strict=True)
     ax.plot(x, _percent(y), color=SERIES[0], marker="o" if len(x) <= 30 else "", lw=2.6, clip_on=False)
-    _round_axis(ax, record)
-    _percent_axis(ax)
+    round_axis(ax, record)
+    percent_axis(ax)
     ax.set_title("Accuracy over rounds")
 
 
@@ -249,7 +247,7 @@ def loss_curve(ax: Axes, record: RunRecord) -> None:
         )
     if len(names) > 1:
         ax.legend(handles, [_plain_label(name) for name in names])
-    _round_axis(ax, record)
+    round_axis(ax, record)
     ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
     ax.set_ylabel("training objective")
     ax.set_title("Training loss" + (" (below 0: see the glossary)" if _any_below_zero(rows) else ""))
@@ -260,23 +258,9 @@ def _any_below_zero(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def look(i: int) -> tuple[str, str, Any]:
-    """Colour, marker and stroke of the i-th of several runs; colours repeat after six, with other strokes."""
-    k = i % len(SERIES)
-    return SERIES[k], MARKERS[k], STROKES[(k + i // len(SERIES)) % len(STROKES)]
-
-
-def overlaid_curves(ax: Axes, records: Sequence[RunRecord]) -> None:
-    """Accuracy over all seen classes of several runs, in the order given; colours repeat after six."""
-    stages: set[int] = set()
-    for i, record in enumerate(records):
-        x = [row["stage"] for row in record.stages]
-        y = _percent([number(row, "accuracy") for row in record.stages])
-        color, marker, stroke = look(i)
-        ax.plot(x, y, linestyle=stroke, color=color, marker=marker, zorder=3, clip_on=False)
-        stages.update(x)
-    _stage_axis(ax, sorted(stages))
-    _percent_axis(ax)
-    ax.set_title("Accuracy over all seen classes")
+    """Colour, marker and stroke of the i-th of several runs; colours repeat after six, with other marks and strokes."""
+    k, turn = i % len(SERIES), i // len(SERIES)
+    return SERIES[k], MARKERS[(k + turn) % len(MARKERS)], STROKES[(k + turn) % len(STROKES)]
 
 
 def overview(ax: Axes, record: RunRecord, *, named: bool = False) -> None:
@@ -332,19 +316,31 @@ def _percent(values: Series) -> list[float]:
     return [math.nan if v is None else 100 * v for v in values]
 
 
-def _percent_axis(ax: Axes) -> None:
-    ax.set_ylim(0, 103)
-    ax.set_yticks(range(0, 101, 20), [f"{v} %" for v in range(0, 101, 20)])
+def percent_axis(ax: Axes) -> None:
+    """Per cent along y, from 0 to 100, or where everything drawn is low to a round number above it."""
+    most = ax.dataLim.y1
+    top = next((top for top in (5, 10, 25, 50) if 0 < most <= 0.95 * top), 100)
+    ax.set_ylim(0, 1.03 * top)
+    ax.set_yticks(range(0, top + 1, top // 5), [f"{v} %" for v in range(0, top + 1, top // 5)])
 
 
-def _stage_axis(ax: Axes, stages: Sequence[int]) -> None:
+def points_axis(ax: Axes) -> None:
+    """Percentage points along y, with zero in sight."""
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(0.0, low), max(1.0, high))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g} pp".replace("-", "−"))
+
+
+def stage_axis(ax: Axes, stages: Sequence[int]) -> None:
+    """Stages along x."""
     ax.set_xlabel("stage")
     ax.set_xticks(stages)
     if stages:
         ax.set_xlim(stages[0] - 0.3, stages[-1] + 0.3)
 
 
-def _round_axis(ax: Axes, record: RunRecord) -> None:
+def round_axis(ax: Axes, record: RunRecord) -> None:
+    """Running numbers of rounds along x, with thin marks where a stage begins."""
     from matplotlib.ticker import MaxNLocator
 
     order = record.round_numbers
@@ -366,13 +362,15 @@ def _ticks(number_of: int) -> tuple[range, list[str]]:
     return range(number_of), [str(i) for i in range(number_of)]
 
 
-def _legend_below(ax: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
+def legend_below(ax: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """A legend under the axes, in as many columns as their width has room for."""
+    figure_width = ax.figure.get_figure(root=True).get_figwidth()
     ax.legend(
         handles,
         labels,
         loc="upper center",
         bbox_to_anchor=(0.5, -0.16),
-        ncols=3,
+        ncols=3 if figure_width > 5 else 2,
         columnspacing=1.4,
         handlelength=2.4,
     )

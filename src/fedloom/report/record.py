@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.core.errors import ConfigError
+from fedloom.evaluate.matrix import AccuracyMatrix
 
 Matrix = list[list[float | None]]
 Row = Mapping[str, Any]
 
 MARKS = ("config.yaml", "summary.json", "metrics.jsonl")
+LARGEST = 1e40  # of a number: above all of 32 bits, and its square and its percentage are numbers too
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class RunRecord:
     """One run as its folder tells it.
 
     Mappings are empty where a file is missing. matrix: R[t][j] as fractions, None where there is no value.
-    problems: one sentence per file that is there but cannot be read. status: "done", "failed" or "unfinished".
-    picture: the picture of the partition, None where there is none. facts: what the method tells of the run.
+    problems: one sentence per file that is there but cannot be read. status: "done", "failed" or "unfinished"; reason:
+    why it failed, where that is known. picture: the picture of the partition, None where there is none. facts: what the
+    method tells of the run.
     """
 
     folder: Path
     status: str = "unfinished"
+    reason: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     config_text: str = ""
@@ -90,6 +93,15 @@ class RunRecord:
         return sorted((inside | ends).items()) if inside else []
 
     @property
+    def forgetting_by_stage(self) -> dict[int, float]:
+        """Stage -> forgetting if the stream had ended there, from the second stage on, where there is a value."""
+        if not _fractions(self.matrix):
+            return {}
+        ends = range(1, len(self.matrix))
+        found = {t: AccuracyMatrix.from_lists(self.matrix[: t + 1]).forgetting for t in ends}
+        return {stage: value for stage, value in found.items() if value is not None}
+
+    @property
     def domain_names(self) -> list[str]:
         """Names of the domains by id; empty where there are none."""
         names = self.partition.get("domain_names")
@@ -137,11 +149,15 @@ class RunRecord:
         return iter(sorted(rows, key=lambda row: row["stage"]))
 
 
+def _fractions(matrix: Matrix) -> bool:
+    return all(v is None or 0.0 <= v <= 1.0 for row in matrix for v in row)
+
+
 def number(row: Row, key: str) -> float | None:
-    """A finite number of a row, else None."""
+    """A number of a row of at most `LARGEST`, else None."""
     value = row.get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) <= sys.float_info.max else None
+    return value if is_number and abs(value) <= LARGEST else None
 
 
 def _is_placed(row: Row) -> bool:
@@ -173,7 +189,7 @@ def read_run(folder: Path) -> RunRecord:
     if not folder.is_dir():
         raise ConfigError(f"'{folder}' is not a folder; give the folder of a run.")
     if not any((folder / name).is_file() for name in MARKS):
-        raise ConfigError(f"'{folder}' is not a run folder: it holds none of {', '.join(MARKS)}.")
+        raise ConfigError(f"'{folder}' is not a run folder: it holds none of {', '.join(MARKS)}{_inside(folder)}.")
     problems: list[str] = []
     summary = _read_json(folder / "summary.json", problems)
     metrics = _read_metrics(folder / "metrics.jsonl", problems)
@@ -181,6 +197,7 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         status=_status(folder, summary),
+        reason=" ".join((_read_text(folder / "FAILED", problems) or "").split()),
         summary=summary,
         config=_parse_yaml(config_text, problems),
         config_text=config_text,
@@ -192,6 +209,15 @@ def read_run(folder: Path) -> RunRecord:
         picture=next((p for p in (folder / f"partition.{kind}" for kind in ("png", "svg")) if p.is_file()), None),
         problems=tuple(problems),
     )
+
+
+def _inside(folder: Path) -> str:
+    """What to name instead of a folder that holds folders of runs."""
+    try:
+        found = sorted(path for path in folder.iterdir() if any((path / name).is_file() for name in MARKS))
+    except OSError:
+        return ""
+    return f"; name the folders of runs in it, such as '{found[0]}'" if found else ""
 
 
 def _status(folder: Path, summary: Row) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fedloom.report.plots import INK, LINE, MUTED, PAPER, SERIES, look
+from fedloom.report.plots import INK, LINE, MUTED, PAPER, SERIES, figure, look
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 4.4, 3.1  # inches of a picture, whose letters can then be read on a phone and in half a page
 
 VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--card"} | {
     c: f"--series-{i}" for i, c in enumerate(SERIES)
@@ -32,6 +36,25 @@ def legend_mark(i: int) -> str:
         f'<line x1="0" y1="6" x2="36" y2="6" stroke="{ink}" stroke-width="2.4" stroke-dasharray="{dashes or "none"}"/>'
     )
     return f'<svg class="mark" viewBox="0 0 36 12" aria-hidden="true" fill="{ink}">{line}{shape}</svg>'
+
+
+def picture(name: str, draw: Callable[[Axes], None], width: float = WIDTH, height: float = HEIGHT) -> Markup:
+    """What `draw` makes of axes of that size in inches, as markup.
+
+    It enters a page unescaped, so it holds no text of the user's.
+    """
+    from markupsafe import Markup
+
+    made = figure(width, height)
+    draw(made.subplots())
+    return Markup(svg(made, name))
+
+
+def legend(names: Sequence[str]) -> list[tuple[str, Markup]]:
+    """Every name with the mark of its line."""
+    from markupsafe import Markup
+
+    return [(name, Markup(legend_mark(i))) for i, name in enumerate(names)]
 
 
 def svg(made: Figure, name: str) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedloom.report.units import NONE, byte_size, count, duration, percent, points, short_count, signed_points
+from fedloom.report.units import NONE, byte_size, count, decimal, duration, percent, points, short_count, signed_points
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,6 +19,10 @@ RESULTS: tuple[tuple[str, str, Format], ...] = (
     ("final_accuracy", "Final accuracy", percent),
     ("average_incremental_accuracy", "Average incremental accuracy", percent),
     ("accuracy_within_task", "Final accuracy, task known", percent),
+    ("measures.accuracy_norm", "Final accuracy, length-normalised", percent),
+    ("measures.perplexity", "Perplexity", decimal),
+    ("measures.alignment", "Alignment of pictures and texts", decimal),
+    ("measures.matched_cosine", "Cosine of pictures and their texts", decimal),
     ("forgetting", "Forgetting", points),
     ("backward_transfer", "Backward transfer", signed_points),
     ("per_client_accuracy_mean", "Clients, mean", percent),
@@ -51,10 +55,19 @@ TROUBLE: tuple[tuple[str, str, Format], ...] = (
     ("unseen_examples", "Test examples of unseen classes", count),
 )
 
+MANY = 12  # domains, from which on the terminal lists the extremes
+
 
 def lines_of(summary: Summary, keys: tuple[tuple[str, str, Format], ...]) -> list[tuple[str, str]]:
     """(label, value) of the keys that have a value."""
-    return [(label, write(summary[key])) for key, label, write in keys if summary.get(key) is not None]
+    known = flat(summary)
+    return [(label, write(known[key])) for key, label, write in keys if known.get(key) is not None]
+
+
+def flat(row: Summary) -> dict[str, Any]:
+    """A summary, or the row of a stage, with each of the network's own measures under the key "measures.NAME"."""
+    found = row.get("measures")
+    return {**row, **({f"measures.{name}": v for name, v in found.items()} if isinstance(found, Mapping) else {})}
 
 
 def results(*summaries: Summary) -> tuple[tuple[str, str, Format], ...]:
@@ -74,12 +87,23 @@ def differ(own: Mapping[str, Any], common: Mapping[str, Any]) -> bool:
 
 
 def domain_lines(summary: Summary) -> list[tuple[str, str]]:
-    """(label, value) per domain, of the global view, then of the clients' own where these differ from it."""
+    """(label, value) per domain, of the global view, then of the clients' own where these differ from it.
+
+    Of more than `MANY` domains the three worst and the three best.
+    """
     views = [("", summary.get("domain_accuracy"))]
     views += [(", own views", summary["personal_domain_accuracy"])] if has_own_views(summary) else []
     return [
-        (f"Domain {name}{whose}", percent(value)) for whose, found in views for name, value in (found or {}).items()
+        (f"Domain {name}{whose}", percent(value)) for whose, found in views for name, value in extremes(found or {})
     ]
+
+
+def extremes(found: Mapping[str, float | None]) -> list[tuple[str, float | None]]:
+    """The items in their order; of more than `MANY` the three lowest and the three highest, the lowest first."""
+    if len(found) <= MANY:
+        return list(found.items())
+    known = sorted((item for item in found.items() if item[1] is not None), key=lambda item: item[1] or 0.0)
+    return list(known if len(known) <= 6 else known[:3] + known[-3:])
 
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
@@ -145,10 +169,11 @@ def summary_text(summary: Summary) -> str:
 
 def comparison_rows(summaries: Mapping[str, Summary]) -> list[tuple[str, list[str]]]:
     """(label, one value per run) for every number that at least one of the runs has."""
+    known = [flat(summary) for summary in summaries.values()]
     return [
-        (label, [NONE if (s.get(key) is None) else write(s[key]) for s in summaries.values()])
-        for key, label, write in (*results(*summaries.values()), *COSTS, *TROUBLE)
-        if any(s.get(key) is not None for s in summaries.values())
+        (label, [NONE if (s.get(key) is None) else write(s[key]) for s in known])
+        for key, label, write in (*results(*known), *COSTS, *TROUBLE)
+        if any(s.get(key) is not None for s in known)
     ]
 
 

@@ -50,6 +50,11 @@ BALANCES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def gate_probabilities(out: Outputs) -> dict[str, Tensor]:
+    """p as the routing of one layer, "gate" [1, batch, experts]: what `RoutingStability` and `RoutingAverage` read."""
+    return {"gate": out["router_logits"].softmax(1)[None]}
+
+
 @dataclass(frozen=True)
 class GateBalance:
     """weight * form(router logits): pushes the gate towards using all experts."""

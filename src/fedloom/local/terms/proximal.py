@@ -18,7 +18,7 @@ from fedloom.local.parts import Carried, Ref
 
 @dataclass(frozen=True)
 class Proximal:
-    """(mu / 2) * ||w - w_anchor||^2 over all parameters, the anchor being the downloaded model.
+    """(mu / 2) * ||w - w_anchor||^2 over the parameters of the anchor: the downloaded model, or a part of it.
 
     The norm is squared, so the gradient is mu * (w - w_anchor). Source: Li et al., "Federated Optimization in
     Heterogeneous Networks" (MLSys 2020), eq. (2).
@@ -34,4 +34,4 @@ class Proximal:
     def __call__(self, params: Tensors, out: Outputs, batch: Batch, ref: Ref, carry: Carried) -> Tensor:
         """Return the scalar; it does not depend on the batch."""
         anchor = ref["anchor"]
-        return 0.5 * self.mu * tree.sq_norm({name: p - anchor[name] for name, p in params.items()})
+        return 0.5 * self.mu * tree.sq_norm({name: p - anchor[name] for name, p in params.items() if name in anchor})
