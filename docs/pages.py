@@ -89,6 +89,7 @@ def method_page(name: str) -> str:
         about,
         f"```bash\nfedloom list methods {name}\nfedloom run RECIPE --method {name}\n```",
         text.strip(),
+        _equations(name),
         _options(name),
         _choices("Presets", "preset", presets(name), f"`--set method.preset=NAME`, in a comparison `{name}@NAME`."),
         _choices("Switches", "switch", declared_switches(name), f"What `fedloom ablate {name} RECIPE` takes away."),
@@ -96,6 +97,23 @@ def method_page(name: str) -> str:
         _citation(text),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _equations(name: str) -> str:
+    """What docs/equations says of a method."""
+    path = DOCS / "equations" / f"{name}.md"
+    return f"## Equations\n\n{typeset(path.read_text(encoding='utf-8')).strip()}" if path.is_file() else ""
+
+
+def typeset(text: str) -> str:
+    """Markdown with its formulas, fenced as `math` or between $` and `$, as MathML, which browsers show by themselves."""
+    from latex2mathml.converter import convert
+
+    def block(match: re.Match[str]) -> str:
+        return f'<div class="equation">{convert(match[1].strip(), display="block")}</div>'
+
+    text = re.sub(r"^```math\n(.*?)^```$", block, text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"\$`(.+?)`\$", lambda match: convert(match[1]), text)
 
 
 def methods_index() -> str:
