@@ -10,62 +10,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
+from typing import Any
 
 DOCS = Path(__file__).parent
-UNNAMED = "fedavg"  # whose factory explains the options that others share with it
 METHODS, FINDINGS = "Methods", "Findings"  # sections of the navigation
-
-
-class Explained(NamedTuple):
-    """A text without what it says of single names, and name -> meaning."""
-
-    about: str
-    meanings: Mapping[str, str]
-
-
-def explained(text: str, names: Iterable[str]) -> Explained:
-    """Split a text at `name: meaning` and `name, name: meaning`, of these names, where a sentence or a line begins."""
-    known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    lines = re.sub(r"\n[ \t]+", " ", text)
-    found = list(re.finditer(rf"(?:^|\n|[.;]\s+)((?:{known})(?:, (?:{known}))*): ", lines)) if known else []
-    ends = [match.start() for match in found[1:]] + [len(lines)] * bool(found)
-    meanings = {
-        name: " ".join(lines[match.end() : end].split()).rstrip(".;")
-        for match, end in zip(found, ends, strict=True)
-        for name in match[1].split(", ")
-    }
-    about = lines[: found[0].start()] if found else lines
-    return Explained(" ".join(about.split()), meanings)
-
-
-@cache
-def option_meanings(method: str) -> Mapping[str, str]:
-    """Option -> meaning, of the factory's docstring or, for an option that FedAvg has too, of FedAvg's."""
-    import inspect
-
-    from fedloom.config.options import schema
-    from fedloom.methods import load
-
-    options = schema(method).model_fields
-    own = explained(inspect.getdoc(load(method)) or "", options).meanings
-    shared = {} if method == UNNAMED else option_meanings(UNNAMED)
-    return {name: own.get(name) or shared.get(name, "") for name in options}
-
-
-def key_meanings() -> Mapping[str, str]:
-    """Dotted key of the configuration, behind the title of its group, -> meaning; "" where nothing says it."""
-    from fedloom.config.describe import tree_settings
-
-    told = yaml.safe_load((DOCS / "keys.yaml").read_text(encoding="utf-8"))
-    found = {}
-    for group in tree_settings():
-        meanings = explained(group.about, [_last(s.key) for s in group.settings]).meanings
-        for setting in group.settings:
-            found[f"{group.title} {setting.key}"] = meanings.get(_last(setting.key)) or told.get(setting.key, "")
-    return found
 
 
 @cache
@@ -106,7 +54,7 @@ def _equations(name: str) -> str:
 
 
 def typeset(text: str) -> str:
-    """Markdown with its formulas, fenced as `math` or between $` and `$, as MathML, which browsers show by themselves."""
+    """Markdown whose formulas, fenced as `math` or between $` and `$, are MathML, which browsers show by themselves."""
     from latex2mathml.converter import convert
 
     def block(match: re.Match[str]) -> str:
@@ -127,14 +75,10 @@ def configuration_page() -> str:
     """Markdown: every key of the configuration with its meaning, values and default."""
     from fedloom.config.describe import tree_settings
 
-    meanings, parts = key_meanings(), [_CONFIGURATION]
+    parts = [_CONFIGURATION]
     for group in tree_settings():
-        about = explained(group.about, [_last(s.key) for s in group.settings]).about.rstrip(".")
-        rows = [
-            [f"`{s.key}`", meanings[f"{group.title} {s.key}"], _values(s.allowed), _default(s.default)]
-            for s in group.settings
-        ]
-        parts += [f"## {group.title or 'The rest'}", f"{about}." if about else ""]
+        rows = [[f"`{s.key}`", s.about, _values(s.allowed), _default(s.default)] for s in group.settings]
+        parts += [f"## {group.title or 'The rest'}", group.about]
         parts += [table(["key", "meaning", "values", "default"], rows)] if rows else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -159,8 +103,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _options(name: str) -> str:
     from fedloom.config.describe import method_settings
 
-    meanings, settings = option_meanings(name), method_settings(name)
-    rows = [[f"`{_last(s.key)}`", meanings[_last(s.key)], _values(s.allowed), _default(s.default)] for s in settings]
+    rows = [
+        [f"`{s.key.removeprefix('method.')}`", s.about, _values(s.allowed), _default(s.default)]
+        for s in method_settings(name)
+    ]
     told = table(["option", "meaning", "values", "default"], rows) if rows else "The method has none."
     return f"## Options\n\n{told}"
 
@@ -208,10 +154,6 @@ def _citation(text: str) -> str:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _values(allowed: str) -> str:

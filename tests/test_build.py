@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace

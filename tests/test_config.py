@@ -144,7 +144,12 @@ def test_no_library_speaks_in_a_sentence() -> None:
 
 def test_settings_are_described_by_the_schema() -> None:
     options = {s.key: s for s in method_settings("fedprox")}
-    assert options["method.mu"] == ("method.mu", "0.01", "a number at least 0")
+    assert options["method.mu"] == (
+        "method.mu",
+        "0.01",
+        "a number at least 0",
+        "weight of the proximal term; 0 is FedAvg",
+    )
     assert options["method.label_scope"].allowed == "seen | current"
     groups = {group.title: group for group in tree_settings()}
     adamw = {s.key: s for s in groups["training.optimizer.name=adamw"].settings}

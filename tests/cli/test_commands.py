@@ -161,7 +161,13 @@ def test_list_shows_the_options_of_a_method_and_every_key() -> None:
     assert text.startswith("FedProx: FedAvg with a proximal term") and "Source: Li et al." in text
     assert "method.mu           0.01   a number at least 0" in text and "paper: the defaults above" in text
     found = json.loads(call("list", "methods", "fedfmx", "--json").stdout)
-    assert {"key": "method.rho", "default": "0.95", "allowed": "a number in [0, 1)"} in found["options"]
+    rho = {
+        "key": "method.rho",
+        "default": "0.95",
+        "allowed": "a number in [0, 1)",
+        "about": "decay of the running Fisher",
+    }
+    assert rho in found["options"]
     text = call("list", "options").stdout
     assert "training.optimizer.name=adamw: AdamW" in text and "\n  seed" in text
     some = call("list", "options", "checkpoint").stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any

@@ -123,6 +123,8 @@ def _print_settings(settings: Sequence[Setting]) -> None:
     wide = max((len(s.key) for s in settings), default=0), max(map(len, shown), default=0)
     for setting, default in zip(settings, shown, strict=True):
         say(f"  {setting.key:<{wide[0]}}  {default:<{wide[1]}}  {setting.allowed}")
+        if setting.about:
+            say(f"    {setting.about}")
 
 
 def _methods() -> list[tuple[str, str]]:

@@ -1,10 +1,11 @@
-"""What can be set: every option of a method and every key of the tree, with defaults and allowed values.
+"""What can be set: every option of a method and every key of the tree, with defaults, allowed values and meanings.
 
-Everything is read off the schema, so that what is listed is what is checked.
+Everything but the meanings is read off the schema, so that what is listed is what is checked.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import types
 import typing
@@ -15,6 +16,7 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from fedloom.config.meanings import explained, option_meanings, told
 from fedloom.config.options import schema
 from fedloom.config.sections import CHOICES, Config
 from fedloom.config.words import models_of, span
@@ -28,11 +30,12 @@ WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 class Setting(NamedTuple):
-    """A dotted key. default: as YAML, None where a value must be given. allowed: in words."""
+    """A dotted key. default: as YAML, None where a value must be given. allowed: in words. about: what it means."""
 
     key: str
     default: str | None
     allowed: str
+    about: str
 
 
 class Group(NamedTuple):
@@ -45,17 +48,20 @@ class Group(NamedTuple):
 
 def method_settings(name: str) -> list[Setting]:
     """The options of a method, without `name` and `preset`."""
-    return [_setting(f"method.{key}", field) for key, field in schema(name).model_fields.items()]
+    meanings = option_meanings(name)
+    return [_setting(f"method.{key}", field, meanings[key]) for key, field in schema(name).model_fields.items()]
 
 
 def tree_settings() -> list[Group]:
     """Every key of the tree in its order; a section with a choice has one group per choice."""
     plain = {key: field for key, field in Config.model_fields.items() if not models_of(field.annotation)}
     sections = [group for key, field in Config.model_fields.items() for group in _groups((key,), field)]
-    top = [_setting(key, field) for key, field in plain.items() if key != "method"]
-    method = Setting("method.name", "fedavg", "a method, or package.module:attribute; `fedloom list methods NAME`")
-    preset = Setting("method.preset", "paper", "a preset of the method")
-    return [Group("method", "The method and its options.", [method, preset]), *sections, Group("", "", top)]
+    top = explained(inspect.getdoc(Config) or "", plain).meanings
+    rest = [_setting(key, field, top.get(key, "")) for key, field in plain.items() if key != "method"]
+    named = "a method, or package.module:attribute; `fedloom list methods NAME`"
+    method = Setting("method.name", "fedavg", named, _told("method.name"))
+    preset = Setting("method.preset", "paper", "a preset of the method", _told("method.preset"))
+    return [Group("method", "The method and its options.", [method, preset]), *sections, Group("", "", rest)]
 
 
 def _groups(path: tuple[str, ...], field: FieldInfo) -> list[Group]:
@@ -64,10 +70,11 @@ def _groups(path: tuple[str, ...], field: FieldInfo) -> list[Group]:
     for model in models_of(field.annotation):
         dotted = ".".join(path)
         leaves = {k: f for k, f in model.model_fields.items() if k != choice and not models_of(f.annotation)}
-        own = [_setting(f"{dotted}.{key}", inner) for key, inner in leaves.items()]
+        about, meanings = explained(model.__doc__ or "", leaves)
+        own = [_setting(f"{dotted}.{key}", inner, meanings.get(key, "")) for key, inner in leaves.items()]
         default = " (default)" if isinstance(field.default, model) and type(field.default) is model else ""
         title = f"{dotted}.{choice}={_chosen(model, choice)}{default}" if choice else dotted
-        found.append(Group(title, " ".join((model.__doc__ or "").split()), own))
+        found.append(Group(title, about, own))
         for key, inner in model.model_fields.items():
             found += _groups((*path, key), inner)
     return found
@@ -78,10 +85,14 @@ def _chosen(model: type[BaseModel], choice: str) -> str:
     return "flwr:PartitionerClass" if default is PydanticUndefined else str(default)
 
 
-def _setting(key: str, field: FieldInfo) -> Setting:
+def _told(key: str) -> str:
+    return told().get(key, "")
+
+
+def _setting(key: str, field: FieldInfo, about: str) -> Setting:
     default = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
     text = None if default is PydanticUndefined else _yaml(default)
-    return Setting(key, text, REFER.get(key) or allowed(field.annotation, field.metadata))
+    return Setting(key, text, REFER.get(key) or allowed(field.annotation, field.metadata), about or _told(key))
 
 
 def _yaml(value: Any) -> str:

@@ -58,14 +58,14 @@ def _device(value: Any) -> str:
 class Data(Section):
     """Where examples come from. root: local mirror of hub repositories (else FEDLOOM_DATA, else the hub).
 
-    image, label, config, train_split, test_split: columns, configuration and splits, detected when null.
+    image: column of images, detected when null. label: column of classes, detected when null. config: configuration of
+    a repository on the hub, when null its only one. train_split, test_split: name of the split, detected when null.
     domain: the column of domain labels, `folders` for folder:PATH with one folder per domain and in it one per class,
     `none` to ignore domains; null is what the catalogue says. image_size: resize images to squares.
     test_fraction: test part of data that come without a test split.
     text: column of texts to classify, detected when null. tokenizer: of texts, a path or a name of the hub; null trains
     one of at most vocab_size entries. max_length: tokens kept of a text, null: 128, or 256 of a question with
-    an option. scoring: what of a question is scored, its
-    options (`choice`) or their letters (`letter`).
+    an option. scoring: what of a question is scored, its options (`choice`) or their letters (`letter`).
     """
 
     name: str = "sklearn/digits"
