@@ -48,7 +48,7 @@ def test_a_table_has_a_line_per_row_and_bold_cells():
     assert made.splitlines() == [
         r"% \usepackage{booktabs}",
         r"\begin{table}",
-        r"  \centering",
+        r"  \centering\small",
         r"  \caption{c \& d}",
         r"  \begin{tabular}{lr}",
         r"    \toprule",
@@ -60,3 +60,21 @@ def test_a_table_has_a_line_per_row_and_bold_cells():
         r"  \end{tabular}",
         r"\end{table}",
     ]
+
+
+def test_a_wide_table_goes_on_below_with_its_labels_again():
+    head = ["Method", *(f"Accuracy of domain {k}, %" for k in "abcdefghijkl")]
+    made = table(head, [["fedavg", *map(str, range(12))], ["[b]", *"abcdefghijkl"]], "c", [(0, 12)])
+    parts = made.split(r"\medskip")
+    assert len(parts) > 1 and made.count(r"\begin{table}") == 1 == made.count(r"\caption")
+    found = []
+    for part in parts:
+        columns = len(re.search(r"\\begin\{tabular\}\{l(r+)\}", part)[1])
+        rows = [line.strip().removesuffix(r" \\").split(" & ") for line in part.splitlines() if " & " in line]
+        assert [row[0] for row in rows] == ["Method", "fedavg", "{[}b]"] and {len(row) for row in rows} == {columns + 1}
+        found += zip(*(row[1:] for row in rows), strict=True)
+    shown = [
+        r"\begin{tabular}[b]{@{}r@{}}Accuracy of \\ domain " + f"{k}, " + r"\%\end{tabular}" for k in "abcdefghijkl"
+    ]
+    bold = [*map(str, range(11)), r"\textbf{11}"]
+    assert found == list(zip(shown, bold, "abcdefghijkl", strict=True))

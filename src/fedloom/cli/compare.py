@@ -219,7 +219,7 @@ def _print(found: Comparison, as_json: bool) -> None:
 
 def show(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
     """A table with its title and notes, on a terminal in as many parts as fit its width."""
-    from fedloom.report.comparison import aligned, fitted
+    from fedloom.report.layout import aligned, fitted
 
     say(title)
     if sys.stdout.isatty():

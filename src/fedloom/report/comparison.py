@@ -30,7 +30,6 @@ import csv
 import io
 import json
 import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +48,7 @@ from fedloom.report.columns import (
     words,
 )
 from fedloom.report.latex import table
+from fedloom.report.layout import aligned, fitted
 from fedloom.report.units import NONE
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 JSON, MARKDOWN, CSV, LATEX, RUNS = "compare.json", "compare.md", "compare.csv", "compare.tex", "runs"
 RUNS_FOLDERS = (RUNS, f"../{RUNS}")
 OWN, OWN_ON_DOMAINS = "per_client_accuracy_mean", "personal_domain_mean"  # what tells of clients' own views
-HEAD_WIDTH = 11  # characters to which a plain table's headers are wrapped, where its cells are not wider
 COMMON = ("label_scope", "uniform", "buffers", "visits")  # options that mean the same in every method that has them
 
 Content = Mapping[str, Any]
@@ -235,55 +234,9 @@ def text(content: Content) -> str:
     return "\n".join([title(content), "", *aligned(grid(content)), "", *notes(content)])
 
 
-def aligned(cells: Sequence[Sequence[str]], names: int = 1) -> list[str]:
-    """Lines of a plain table, the first row its heads, wrapped. names: columns that stand to the left."""
-    heads, widths = _layout(cells)
-    tall = max(map(len, heads))
-    lines = [[(*[""] * (tall - len(head)), *head)[k] for head in heads] for k in range(tall)]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [f"{cell:<{width}}" for cell, width in zip(row[:names], widths[:names], strict=True)]
-        padded += [f"{cell:>{width}}" for cell, width in zip(row[names:], widths[names:], strict=True)]
-        return "  ".join(padded).rstrip()
-
-    return [*map(line, lines), *map(line, cells[1:])]
-
-
-def _layout(table: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[int]]:
-    """Heads as lines, and the width of each column: that of its cells, or where they are narrow of its head."""
-    cells = [max(map(len, column)) for column in zip(*table[1:], strict=True)]
-    heads = [textwrap.wrap(head, max(width, HEAD_WIDTH)) for head, width in zip(table[0], cells, strict=True)]
-    return heads, [max(width, *map(len, lines)) for width, lines in zip(cells, heads, strict=True)]
-
-
 def tables(content: Content, width: int) -> list[Table]:
     """Rich tables for a terminal of that width; see `fitted`."""
     return fitted(grid(content), width)
-
-
-def fitted(whole: Sequence[Sequence[str]], width: int) -> list[Table]:
-    """Rich tables for a terminal of that width: one, or as many as it takes, each with the labels again."""
-    taken = [size + 3 for size in _layout(whole)[1]]
-    parts: list[list[int]] = []
-    for k in range(1, len(taken)):
-        if not parts or taken[0] + sum(taken[j] for j in parts[-1]) + taken[k] > width:
-            parts.append([])
-        parts[-1].append(k)
-    return [_table([[row[0], *(row[k] for k in part)] for row in whole]) for part in parts]
-
-
-def _table(cells: Sequence[Sequence[str]]) -> Table:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD)
-    for k, (lines, width) in enumerate(zip(*_layout(cells), strict=True)):
-        head = escape("\n".join(lines))
-        made.add_column(head, justify="right" if k else "left", vertical="bottom", min_width=width, overflow="fold")
-    for row in cells[1:]:
-        made.add_row(*map(escape, row))
-    return made
 
 
 def rows(content: Content) -> list[dict[str, Any]]:

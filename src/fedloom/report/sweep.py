@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.report.columns import BETTER, rank_text, value_text, words
-from fedloom.report.comparison import aligned, escaped, markdown_row, read_content, told_set
+from fedloom.report.comparison import escaped, markdown_row, read_content, told_set
 from fedloom.report.latex import table
+from fedloom.report.layout import aligned
 from fedloom.report.units import NONE
 
 JSON, MARKDOWN, CSV, LATEX = "sweep.json", "sweep.md", "sweep.csv", "sweep.tex"
