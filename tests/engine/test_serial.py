@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import torch
 
 import fedloom.engine
 from fedloom.core import ConfigError, RunError
+from fedloom.engine import serial
 from toys.faults import Fault
 from toys.federation import experiment
 from toys.running import Notes, Patient, rows, start
@@ -44,6 +46,26 @@ def test_the_work_of_a_process_that_dies_is_repeated(tmp_path: Path):
     assert "a worker process died; its work is repeated by the others" in notes.notes
     one = start(tmp_path / "one", whole(**plan))
     assert summary["state_sha256"] == one["state_sha256"] and summary["failed_clients"] == 0
+
+
+def test_an_answer_that_cannot_be_read_is_worked_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read, broken = serial.receive, []
+
+    def receive(pipe: Any) -> Any:
+        answer = read(pipe)
+        if answer is not None and not broken:  # the first message says that the process is ready
+            broken.append(answer)
+            raise pickle.UnpicklingError("invalid load key")
+        return answer
+
+    monkeypatch.setattr(serial, "receive", receive)
+    notes, plan = Patient(), {"num_stages": 1, "rounds": 20}
+    summary = start(tmp_path / "run", whole(**plan), [notes], workers=2)
+    assert broken, "the second process never took part"
+    told = "a worker process could not be understood (UnpicklingError: invalid load key); its work is repeated"
+    assert any(note.startswith(told) for note in notes.notes)
+    monkeypatch.undo()
+    assert summary["state_sha256"] == start(tmp_path / "one", whole(**plan))["state_sha256"]
 
 
 @pytest.mark.parametrize(

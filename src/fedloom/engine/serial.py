@@ -209,10 +209,12 @@ class _Child:
             try:
                 send(self.process.stdin, (self.owner._generation, instruction, self.owner._refs[instruction.client]))
                 answer = receive(self.process.stdout)
-            except (EOFError, OSError):
+            except Exception as error:  # what is pickled may be of the user's making; a silent thread would never end
                 self.owner._hand_back(k, instruction)
                 if not self.stopping:
-                    self.owner._note("a worker process died; its work is repeated by the others")
+                    gone = isinstance(error, EOFError | OSError)
+                    why = "died" if gone else f"could not be understood ({type(error).__name__}: {error})"
+                    self.owner._note(f"a worker process {why}; its work is repeated by the others")
                 return
             self.owner._finish(k, answer)
 
