@@ -61,7 +61,8 @@ def typeset(text: str) -> str:
         return f'<div class="equation">{convert(match[1].strip(), display="block")}</div>'
 
     text = re.sub(r"^```math\n(.*?)^```$", block, text, flags=re.DOTALL | re.MULTILINE)
-    return re.sub(r"\$`(.+?)`\$", lambda match: convert(match[1]), text)
+    # In a span, for Markdown takes <math> at the beginning of a line for the beginning of a block.
+    return re.sub(r"\$`(.+?)`\$", lambda match: f"<span>{convert(match[1])}</span>", text)
 
 
 def methods_index() -> str:

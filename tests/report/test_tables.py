@@ -51,6 +51,9 @@ def test_passes_and_the_parameters_in_use_are_told_where_there_are_any():
 def test_title():
     assert run_title(SUMMARY) == "fedfmx (paper) on a[b], seed 0"
     assert run_title({}) == "run"
+    own = {"method": "mine:method", "preset": "paper"}
+    assert run_title(own) == "mine:method", "of no paper that we know"
+    assert run_title({**own, "preset": "loud"}) == "mine:method (loud)"
 
 
 def test_rich_table_shows_everything_and_reads_no_markup():

@@ -16,6 +16,7 @@ from fedloom import api
 from fedloom.core.errors import Interrupted
 from fedloom.engine.experiment import Observer
 from fedloom.trackers import Card
+from fedloom.trackers.following import how_to_see
 
 SMALL = {
     "method": "fedavg",
@@ -29,7 +30,7 @@ SMALL = {
 class Memory:
     """A tracker that remembers what it was told, and fails when told to."""
 
-    lasting = True
+    lasting, see = True, "look here"
 
     def __init__(self, card: Card, fails: Sequence[str]):
         self.card, self.fails, self.record = card, fails, card.record or "first"
@@ -141,6 +142,13 @@ def test_the_end_is_at_the_last_step_however_many_rows_the_record_lacked(tmp_pat
         (folder / "DONE").unlink()
         api.resume(folder)
         assert [step for step, _ in begun[-1].points] == told and begun[-1].end[1] == 3
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"see": 3}', "null"])
+def test_without_a_sound_record_there_is_nothing_to_see(tmp_path: Path, text: str) -> None:
+    assert how_to_see(tmp_path) is None
+    (tmp_path / "tracker.json").write_text(text)
+    assert how_to_see(tmp_path) is None
 
 
 @pytest.mark.parametrize(("lasting", "rows"), [(True, [1, 2, 3, 4, 5, 6, 6]), (False, [0, 0, 0, 0, 0, 0, 6])])

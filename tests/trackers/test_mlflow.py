@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fedloom.trackers import Card
-from fedloom.trackers.following import Following
+from fedloom.trackers.following import Following, how_to_see
 from fedloom.trackers.mlflow import SET, Record, _files_of
 
 pytest.importorskip("mlflow", reason="needs the extra 'trackers'")
@@ -31,6 +31,7 @@ def the_run(store: Path, experiment: str = "fedloom") -> tuple[Any, Any]:
 
 def test_a_resumed_run_has_every_point_once(resumed: Callable[..., Path], points: Callable[..., Any]) -> None:
     folder = resumed("mlflow")
+    assert how_to_see(folder) == f"mlflow ui --backend-store-uri {(folder / 'mlruns').absolute().as_uri()}"
     client, run = the_run(folder / "mlruns")
     keys = [key for key in run.data.metrics if not key.startswith(("summary.", "seconds"))]
     found = [(key, m.step, m.value) for key in keys for m in client.get_metric_history(run.info.run_id, key)]
@@ -98,7 +99,7 @@ class Failing:
 @pytest.mark.parametrize("at", range(5))
 def test_no_request_follows_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     client = Failing(at)
-    monkeypatch.setattr("fedloom.trackers.following.begin", lambda card: Record(client, "id"))
+    monkeypatch.setattr("fedloom.trackers.following.begin", lambda card: Record(client, "id", "see"))
     assert len(followed(tmp_path)) == 1
     whole = ["log_batch", "log_batch", "log_batch", "log_artifact", "set_terminated"]
     assert client.asked == whole[: at + 1]

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from fedloom.trackers import Card
+from fedloom.trackers.following import how_to_see
 
 pytest.importorskip("tensorboard", reason="needs the extra 'trackers'")
 
@@ -32,6 +33,7 @@ def test_a_resumed_run_has_every_point_once(
     resumed: Callable[..., Path], points: Callable[..., Any], every: int
 ) -> None:
     folder = resumed("tensorboard", checkpoint={"every": every})
+    assert how_to_see(folder) == f"tensorboard --logdir {folder}"
     events = read(folder / "tensorboard")
     found = [(tag, e.step, e.value) for tag in events.Tags()["scalars"] for e in events.Scalars(tag)]
     rows = {(tag, step): value for tag, step, value in found if not tag.startswith(("summary/", "seconds"))}

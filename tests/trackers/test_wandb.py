@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from fedloom.trackers import Card
+from fedloom.trackers.following import how_to_see
 
 pytest.importorskip("wandb", reason="needs the extra 'trackers'")
 OPTIONS = {"name": "wandb", "mode": "offline", "project": "fedloom", "entity": None, "group": "g", "tags": ["t"]}
@@ -65,6 +66,7 @@ def test_a_resumed_run_has_every_point_once(resumed: Callable[..., Path], points
     folder = resumed({"name": "wandb", "project": "mine"})
     first, second = parts(folder)
     (began,), (went_on,) = of("run", first), of("run", second)
+    assert how_to_see(folder) == f"wandb sync {folder / 'wandb'}/offline-run-*-{began.run_id}"
     assert (began.project, began.display_name) == ("mine", "fedavg, seed 0")
     assert began.run_id == went_on.run_id == json.loads((folder / "tracker.json").read_text())["record"]
     assert items(began.config.update)["stream"]["tasks"] == 2

@@ -127,11 +127,14 @@ def show(finished: Any, as_json: bool) -> None:
 
 def _print(finished: Any, as_json: bool) -> None:
     from fedloom.lifecycle import PICTURE, REPORT
+    from fedloom.trackers.following import how_to_see
 
+    see = how_to_see(finished.folder)
     if as_json:
         folder = finished.folder.absolute()
         page = folder / REPORT
-        print_json({**finished.summary, "folder": str(folder), "report": str(page) if page.exists() else None})
+        told = {"folder": str(folder), "report": str(page) if page.exists() else None, "tracker": see}
+        print_json({**finished.summary, **told})
         return
     from fedloom.report import summary_table, summary_text
 
@@ -145,4 +148,6 @@ def _print(finished: Any, as_json: bool) -> None:
     for what, name in (("picture", PICTURE), ("report", REPORT)):
         if (finished.folder / name).exists():
             say(f"{what}: {finished.folder / name}")
+    if see is not None:
+        say(f"tracker: {see}")
     say(f"folder: {finished.folder}")

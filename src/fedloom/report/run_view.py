@@ -13,7 +13,7 @@ from fedloom.report.cells import Grid, domain_cells, fact_cells, fact_groups
 from fedloom.report.groups import Group, flatten
 from fedloom.report.record import Row, RunRecord, number
 from fedloom.report.svg import legend, picture
-from fedloom.report.tables import COSTS, TROUBLE, flat, warning
+from fedloom.report.tables import COSTS, TROUBLE, flat, told_preset, warning
 from fedloom.report.units import NONE, byte_size, count, decimal, duration, percent, points, signed_points
 
 ROUNDS_SHOWN = 200
@@ -63,7 +63,7 @@ def _facts(record: RunRecord) -> list[str]:
         for k in ("clients", "stages", "rounds")
         if known.get(k) is not None
     ]
-    facts += [f"preset {known['preset']}"] if known.get("preset") else []
+    facts += [f"preset {preset}"] if (preset := told_preset(known)) else []
     return facts + ([f"engine {known['engine']}"] if known.get("engine") else [])
 
 

@@ -129,10 +129,16 @@ def warning(summary: Summary) -> str:
     )
 
 
+def told_preset(summary: Summary) -> str | None:
+    """The preset to be told; of a method of the user's own only one that its module has: `paper` is of every method."""
+    preset = summary.get("preset")
+    return None if not preset or (preset == "paper" and ":" in str(summary.get("method"))) else str(preset)
+
+
 def run_title(summary: Summary) -> str:
     """One line that says which run this is: method, preset, data set, seed."""
     method = str(summary.get("method") or "run")
-    preset = f" ({summary['preset']})" if summary.get("preset") else ""
+    preset = f" ({known})" if (known := told_preset(summary)) else ""
     dataset = f" on {summary['dataset']}" if summary.get("dataset") else ""
     seed = "" if summary.get("seed") is None else f", seed {summary['seed']}"
     return f"{method}{preset}{dataset}{seed}"

@@ -35,11 +35,13 @@ class Card(NamedTuple):
 class Tracker(Protocol):
     """The record of one run.
 
-    record: its name, for the part of the run after an interruption. lasting: whether what `log` was given survives the
-    death of this process; otherwise only `close` keeps it, and a process that died without leaves nothing.
+    record: its name, for the part of the run after an interruption. see: the command or the address that shows it.
+    lasting: whether what `log` was given survives the death of this process; otherwise only `close` keeps it, and a
+    process that died without leaves nothing.
     """
 
     record: str
+    see: str
     lasting: bool
 
     def log(self, values: Mapping[str, float], step: int) -> None:

@@ -18,6 +18,15 @@ from fedloom.trackers.rows import scalars, step
 RECORD = "tracker.json"
 
 
+def how_to_see(folder: Path) -> str | None:
+    """The command or the address that shows what a tracker has of the run in a folder; None without a tracker."""
+    try:
+        see = json.loads((folder / RECORD).read_text(encoding="utf-8"))["see"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return see if isinstance(see, str) else None
+
+
 class Following(Observer):
     """Makes the tracker's record a copy of metrics.jsonl.
 
@@ -112,7 +121,8 @@ class Following(Observer):
 
     def _keep(self) -> None:
         assert self.tracker is not None
-        found = {"tracker": dict(self.card.options), "record": self.tracker.record, "rows": self.told}
+        known = {"tracker": dict(self.card.options), "record": self.tracker.record}
+        found = {**known, "rows": self.told, "see": self.tracker.see}
         write_json(self.card.folder / RECORD, found, sync=False)
 
     def _try(self, work: Callable[..., None], *arguments: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,12 +36,13 @@ def mlflow(card: Card) -> Record:
     from mlflow import MlflowClient
 
     client = MlflowClient(where)
+    see = where if where.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(where)}"
     if card.record is not None:
         client.update_run(card.record, status="RUNNING")
-        return Record(client, card.record)
+        return Record(client, card.record, see)
     experiment = _experiment(client, card.options["experiment"], _files_of(where, card.folder))
     run = client.create_run(experiment, run_name=card.title)
-    record = Record(client, run.info.run_id)
+    record = Record(client, run.info.run_id, see)
     record.describe({"config_hash": card.config_hash, **dict(_leaves(card.config))})
     return record
 
@@ -89,8 +91,8 @@ class Record:
 
     lasting = True
 
-    def __init__(self, client: Any, record: str):
-        self.client, self.record, self.answers = client, record, True
+    def __init__(self, client: Any, record: str, see: str):
+        self.client, self.record, self.see, self.answers = client, record, see, True
 
     def describe(self, params: Mapping[str, str]) -> None:
         """The configuration as parameters, long values cut."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ def tensorboard(card: Card) -> Events:
     """Begin a file of events beside those of the parts of the run before; a new record opens with the configuration."""
     from torch.utils.tensorboard import SummaryWriter
 
-    events = Events(SummaryWriter(card.folder / FOLDER))
+    events = Events(SummaryWriter(card.folder / FOLDER), f"tensorboard --logdir {shlex.quote(str(card.folder))}")
     if card.record is None:
         text = f"configuration {card.config_hash}\n\n{yaml_text(dict(card.config))}"
         events.text("config", text)
@@ -33,8 +34,8 @@ class Events:
 
     record, lasting = FOLDER, True
 
-    def __init__(self, writer: SummaryWriter):
-        self.writer = writer
+    def __init__(self, writer: SummaryWriter, see: str):
+        self.writer, self.see = writer, see
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """One point per value, on disk at once."""

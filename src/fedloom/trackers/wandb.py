@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ def wandb(card: Card) -> Record:
                 x_save_requirements=False,
             ),
         )
-    return Record(run, name)
+    offline = f"wandb sync {shlex.quote(str(card.folder / 'wandb'))}/offline-run-*-{name}"
+    return Record(run, name, offline if options["mode"] == "offline" else str(run.url))
 
 
 @contextmanager
@@ -80,8 +82,8 @@ class Record:
 
     lasting = False
 
-    def __init__(self, run: Any, record: str):
-        self.run, self.record = run, record
+    def __init__(self, run: Any, record: str, see: str):
+        self.run, self.record, self.see = run, record, see
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Values of one step come together, however many calls bring them."""
