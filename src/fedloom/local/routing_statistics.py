@@ -168,7 +168,8 @@ class RoutingStatistics:
 
     def closed(self, sums: Tensors, ctx: Context) -> dict[str, Tensor]:
         """The upload "routing", fp32 on the CPU: "mean", "margin", "count" [L, E], "tokens" [1] and, with centroids,
-        "centroid" [L, E, H] and "hidden" [L, H]. An expert that nothing chose has margin 0 and centroid 0."""
+        "centroid" [L, E, H] and "hidden" [L, H]. An expert that nothing chose has margin 0 and centroid 0; no margin is
+        below 0."""
         sums = {name: value.cpu() for name, value in sums.items()}
         count, tokens = sums["count"], sums["tokens"]
         found = {

@@ -6,7 +6,7 @@ Source: Guo, Chen, Cui, "Fed-Duet: Dual Expert-Orchestrated Framework for Contin
     receives   the shared adapters and routers, and n of the K prompts of the server's pool, chosen by the gate g;
     trains     local and shared adapters with their routers while r < floor(R / 2), then its prompt and the fusion, on
                L = CE(logits) + alpha L_moe + eta L_crossmodal + gamma L_stability;
-    sends      what of this is shared, n_c, its feature summary f_c (mean feature of a batch) and its mean loss.
+    sends      what of this is shared, n_c, its feature summary f_c (mean feature of a batch) and the mean of L.
 
 The server averages by n_c; in a task's last round also what is local, which starts the next task. The gate takes one
 Adam step per round on mean_c w_c BCE(g(f_c), dispatched to c), w_c = 1 / (loss_c + 1e-6) over its mean. The network and
@@ -180,7 +180,7 @@ def fedduet(
     fusion: of the prompts' texts: by a learned `attention`, or their `mean`.
     pooled: entries to which features are pooled before the fusion; it divides the joint width.
     heads: of the attention.
-    attention_scale: factor of its scores: 10 (`ten`), or one over the root of the width (`sqrt`).
+    attention_scale: factor of its scores: 10 (`ten`), or one over the root of a head's width (`sqrt`).
     pooling: every n-th entry (`slice`), a `learned` map that starts so, or `none`.
     residual: add what the attention reads to what it gives.
     local_weight: of local against shared logits: by their entropies (`entropy`), one number (`constant`), by features

@@ -5,8 +5,8 @@ of a batch from h, the mean token behind an early block of a frozen CLIP (`fedlo
 per stage a client receives the generator assigned to it, trains it on the cross-entropy in `local_epochs` passes for
 each round of the stage, and uploads it with h of every example and the histogram t of the gate's choices. The server
 
-    clusters   in stage 0 and every 11th by k-means of the clients' mean h, else by assignment; generator j becomes the
-               plain mean over cluster j, and stays as it was where the cluster is empty;
+    clusters   in stage 0 and every 11th by k-means of the clients' mean noisy h, else by assignment; generator j
+               becomes the plain mean over cluster j, and stays as it was where the cluster is empty;
     learns     the gate g on all uploaded h with the client's histogram as target (`fedloom.merge.sample_gate`);
     assigns    each client the generator that most of its h choose, for its next stage (or a random one).
 

@@ -6,8 +6,8 @@ arXiv 2403.11549); the federation around it is ours. After a block's attention, 
     x <- x + MLP(LN x) + sum_{e in top-k} g_e A_e(x),   g = softmax over the k largest entries of W h,
     A_e(x) = scale (W_up drop(relu(W_down x + b_down)) + b_up)
 
-(`fedloom.models.clip.adapters`, without shared adapters). Clients minimise the cross-entropy over the classes of their
-task; the server averages experts and routers by numbers of examples, in every round.
+in training with noise on W h (`fedloom.models.clip.adapters`, without shared adapters). Clients minimise the
+cross-entropy over the classes of their task; the server averages experts and routers by numbers of examples, in every round.
 
 Decisions:
 
