@@ -7,7 +7,8 @@ arXiv 2403.11549); the federation around it is ours. After a block's attention, 
     A_e(x) = scale (W_up drop(relu(W_down x + b_down)) + b_up)
 
 in training with noise on W h (`fedloom.models.clip.adapters`, without shared adapters). Clients minimise the
-cross-entropy over the classes of their task; the server averages experts and routers by numbers of examples, in every round.
+cross-entropy over the classes of their task; the server averages experts and routers by numbers of examples, in every
+round.
 
 Decisions:
 
