@@ -27,6 +27,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take a second."""
     monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
     monkeypatch.setattr("fedloom.report.pareto.save", lambda *args: False)
+    monkeypatch.setattr("fedloom.report.sweep_picture.save", lambda *args: False)
 
 
 def test_a_file_is_swept_and_each_setting_can_be_opened(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take a second."""
     monkeypatch.setattr(lifecycle, "_pictures", lambda *args: None)
     monkeypatch.setattr("fedloom.report.pareto.save", lambda *args: False)
+    monkeypatch.setattr("fedloom.report.sweep_picture.save", lambda *args: False)
 
 
 @pytest.fixture

@@ -128,6 +128,7 @@ def _print(found: Sweep, as_json: bool) -> None:
         print_json({**found.summary, "folder": str(found.folder.absolute())})
         return
     show(report.title(found.summary), report.grid(found.summary), report.notes(found.summary))
-    say(f"files: {', '.join(str(found.folder / name) for name in (*report.FORMS, report.JSON))}")
+    names = (*report.FORMS, report.JSON, "sweep.svg")
+    say(f"files: {', '.join(str(found.folder / name) for name in names if (found.folder / name).exists())}")
     say(f"comparisons: {', '.join(str(comparison.folder) for comparison in found.comparisons.values())}")
     say(f"folder: {found.folder}")

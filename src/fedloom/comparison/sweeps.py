@@ -21,6 +21,7 @@ from fedloom.comparison.work import Board, Watch, make
 from fedloom.core.errors import ConfigError, FedloomError
 from fedloom.evaluate.statistics import mean_ranks
 from fedloom.report import sweep as report
+from fedloom.report import sweep_picture
 from fedloom.report.columns import p_value
 from fedloom.report.comparison import RUNS
 
@@ -122,6 +123,8 @@ def carry_out_sweep(planned: PlannedSweep, watch: Watch, tell: Tell, jobs: int |
     plans = list(planned.plans.values())
     board = make(plans, hands(jobs, plans, watch, tell), tell, write)
     ended = {label: found for label, found in zip(planned.plans, board.results, strict=True) if found.done}
+    if trouble := _draw(planned, board):
+        tell(trouble)
     if not ended:
         raise no_run_ended(board.results)
     failed = {
@@ -131,6 +134,15 @@ def carry_out_sweep(planned: PlannedSweep, watch: Watch, tell: Tell, jobs: int |
     }
     comparisons = {label: found.comparison() for label, found in ended.items()}
     return Sweep(planned.folder, content(planned, board.results), comparisons, failed)
+
+
+def _draw(planned: PlannedSweep, board: Board) -> str:
+    """Draw the picture; why that failed, for the numbers are there without it."""
+    try:
+        sweep_picture.save(content(planned, board.results), planned.folder / sweep_picture.PICTURE)
+    except Exception as error:  # of a library that draws, or of the disk
+        return f"{sweep_picture.PICTURE} could not be drawn ({type(error).__name__}: {error})"
+    return ""
 
 
 def content(planned: PlannedSweep, results: Sequence[Results]) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.report.columns import PLAIN, tested, words
+from fedloom.report.drawn import plain, save_svg
 from fedloom.report.fronts import CostAxis, Point, draw, front, in_megabytes, mark, placed
-from fedloom.report.plots import PAPER, figure, styled
+from fedloom.report.plots import figure, styled
 from fedloom.report.units import short_count
 
 Content = Mapping[str, Any]
 
 PICTURE = "pareto.svg"
-LONGEST = 36  # characters of a label in the legend
 
 
 class Price(NamedTuple):
@@ -70,20 +70,8 @@ def save(content: Content, path: Path) -> bool:
         for ax, price in zip(made.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             scale = 1.0 if key in PLAIN else 100.0
             draw(ax, _points(content, price), price.axis, order=labels, scale=scale, lower=lower)
-            ax.set_ylabel(f"{_plain(words(key))}{unit}")
+            ax.set_ylabel(f"{plain(words(key))}{unit}")
         marks = [mark(i, pooled=_pooled(entry)) for i, entry in enumerate(content["methods"].values())]
-        made.legend(marks, [_short(label) for label in labels], loc="outside lower center", ncols=min(3, len(labels)))
-        partial_file = path.with_name(f".{path.name}.tmp")
-        made.savefig(partial_file, format="svg", facecolor=PAPER, metadata={"Date": None})
-    partial_file.replace(path)
+        made.legend(marks, [plain(label) for label in labels], loc="outside lower center", ncols=min(3, len(labels)))
+        save_svg(made, path)
     return True
-
-
-def _short(label: str) -> str:
-    return _plain(label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…")
-
-
-def _plain(text: str) -> str:
-    """Text that is neither read as mathematics nor left out of a legend, as one with a leading underscore would be."""
-    text = " ".join(text.split()).replace("$", r"\$")
-    return f"\u200b{text}" if text.startswith("_") else text

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.report.drawn import plain
 from fedloom.report.record import Matrix, Row, RunRecord, number
 from fedloom.report.tables import differ
 
@@ -60,6 +61,7 @@ STYLE: Any = {
     "legend.labelcolor": MUTED,
     "svg.fonttype": "none",
     "svg.hashsalt": "fedloom",
+    "savefig.facecolor": PAPER,
     "text.usetex": False,
 }
 
@@ -93,7 +95,7 @@ def accuracy_curve(ax: Axes, record: RunRecord, *, legend: bool = True, named: b
         ax.fill_between(x, low, high, color=SERIES[5], alpha=0.22, linewidth=0, label="clients, mean to worst tenth")
     chance = [1 / n if n else None for n in (number(row, "seen_classes") for row in rows)]
     first = [row[0] if row else None for row in record.matrix]
-    whose = f": {_plain_label(record.task_names[0])}" if named and record.task_names else ""
+    whose = f": {plain(str(record.task_names[0]), LONGEST)}" if named and record.task_names else ""
     lines: tuple[tuple[str, Series, str, str, Any], ...] = (
         ("all seen classes", [number(row, "accuracy") for row in rows], SERIES[0], "o", "-"),
         ("current task", [number(row, "accuracy/current") for row in rows], SERIES[2], "^", "--"),
@@ -147,7 +149,7 @@ def domain_curves(ax: Axes, record: RunRecord, *, named: bool = False) -> None:
     percent_axis(ax)
     ax.set_title(f"Accuracy per domain over {'stages' if staged else 'rounds'}")
     if named:
-        names = [_plain_label(name) for name in found] if len(found) <= MOST_NAMED else []
+        names = [plain(str(name), LONGEST) for name in found] if len(found) <= MOST_NAMED else []
         legend_below(ax, [*thick, *handles[: len(names)]], [f"mean of {len(found)} domains", *names])
 
 
@@ -185,7 +187,7 @@ def _domain_bars(row: Row) -> list[tuple[str, float | None, str]]:
         known = {name: value for name, value in values.items() if value is not None}
         bars += [(f"domains{whose}, mean", math.fsum(known.values()) / len(known), color)] if known else []
         if len(known) <= MOST_NAMED:
-            bars += [(f"{_plain_label(name)}{whose}", value, color) for name, value in known.items()]
+            bars += [(f"{plain(str(name), LONGEST)}{whose}", value, color) for name, value in known.items()]
     return bars
 
 
@@ -215,7 +217,7 @@ def accuracy_heatmap(ax: Axes, matrix: Matrix, names: Sequence[str] = ()) -> Non
     ax.set_yticks(*_ticks(stages))
     ax.tick_params(length=0, labelsize=min(9.0, 120.0 / max(stages, tasks)))
     if len(names) == tasks:
-        labels = [f"{k} {_plain_label(name)}" for k, name in enumerate(names)]
+        labels = [f"{k} {plain(str(name), LONGEST)}" for k, name in enumerate(names)]
         ax.set_xticks(range(tasks), labels, rotation=40, ha="right", rotation_mode="anchor")
     ax.spines[:].set_visible(False)
     ax.set_xlabel("task" if len(names) != tasks else "task (domain)")
@@ -246,7 +248,7 @@ def loss_curve(ax: Axes, record: RunRecord) -> None:
             x, [row["train/loss"] for row in own], STROKES[i], color=SERIES[i], marker=marker, lw=1.6, clip_on=False
         )
     if len(names) > 1:
-        ax.legend(handles, [_plain_label(name) for name in names])
+        ax.legend(handles, [plain(str(name), LONGEST) for name in names])
     round_axis(ax, record)
     ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
     ax.set_ylabel("training objective")
@@ -350,12 +352,6 @@ def round_axis(ax: Axes, record: RunRecord) -> None:
     ax.set_xlim(0.5, max(len(order), 1) + 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.set_xlabel("rounds done")
-
-
-def _plain_label(name: object) -> str:
-    """Short text that is neither read as mathematics nor left out of a legend, as a leading underscore would be."""
-    text = " ".join(str(name).split()).lstrip("_")
-    return (text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…").replace("$", r"\$")
 
 
 def _ticks(number_of: int) -> tuple[range, list[str]]:
