@@ -138,8 +138,8 @@ def prunefl(
     """Assemble PruneFL.
 
     adjust_every: rounds from one mask to the next; 0 never makes a new one.
-    adjust_share: share of the active weights that have to prove themselves again at the first adjustment.
-    half_life: rounds after which that share has halved.
+    adjust_share: share of the active weights that have to prove themselves again, as it is in round 0.
+    half_life: rounds after which that share has halved; checks, while a client prunes alone.
     max_density: most of the weights that may be active, as a share; a run starts from it.
     importance: squared gradients of weights: summed over the steps (`per_step`), or the square of their sum (`summed`).
     time: what a weight costs: its multiply-adds per example (`macs`), or 1 (`uniform`).

@@ -297,14 +297,14 @@ def test_it_runs_under_checkpointing_and_autocast(form: str):
 
 def test_options_that_do_not_fit_are_refused_in_words():
     for weight in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="lam must be a finite number of at least 0"):
+        with pytest.raises(ConfigError, match="contrast_weight must be a finite number of at least 0"):
             StructureContrast(weight)
-    with pytest.raises(ConfigError, match="con_every must be at least 1 step, got 0"):
+    with pytest.raises(ConfigError, match="contrast_every must be at least 1 step, got 0"):
         StructureContrast(1.0, every=0)
     with pytest.raises(ConfigError, match="label scope must be one of"):
         StructureContrast(1.0, scope="old")
     ctx, batches = gated_context("toy"), examples("toy", 40)
-    with pytest.raises(ConfigError, match="con_batch must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="contrast_batch must be at least 1, got 0"):
         probe_of(ctx, batches, batch=0)
     half = torch.arange(8) < 4
     with pytest.raises(ConfigError, match="4 channels are kept but the network has 8"):
@@ -312,5 +312,5 @@ def test_options_that_do_not_fit_are_refused_in_words():
     with pytest.raises(ConfigError, match="the mask must be part of what is kept"):
         probe_of(ctx, batches, kept=half)
     mlp = gated_context("mlp")
-    with pytest.raises(ConfigError, match="con_mode 'bn' needs batch normalisation of every channel"):
+    with pytest.raises(ConfigError, match="contrast_mode 'bn' needs batch normalisation of every channel"):
         value(StructureContrast(1.0, FORMS["bn"]), probe_of(mlp, examples("mlp", 40)))

@@ -127,7 +127,7 @@ class RoutingAlignment:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise ConfigError(f"lambda_reg must be a finite number of at least 0, got {self.weight}")
+            raise ConfigError(f"the weight of the routing alignment must be finite and at least 0, got {self.weight}")
 
     def __call__(self, params: Tensors, out: Outputs, batch: Batch, ref: Ref, carry: Carried) -> Tensor:
         """Return the scalar."""

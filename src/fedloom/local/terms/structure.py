@@ -82,7 +82,7 @@ def bn(ctx: Context, batch: Batch, scope: str) -> Tensor:
     groups = module.channels.groups
     if bare := [group.name for group in groups if not group.norms]:
         raise ConfigError(
-            f"con_mode 'bn' needs batch normalisation of every channel, which {bare[0]} has not; take norm"
+            f"contrast_mode 'bn' needs batch normalisation of every channel, which {bare[0]} has not; take norm"
         )
     names = [name for group in groups for name in group.norms]
     scaled = _scaled_gradients(ctx, batch, names, scope)
@@ -114,7 +114,7 @@ class DomainProbe:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ConfigError(f"con_batch must be at least 1, got {self.batch}")
+            raise ConfigError(f"contrast_batch must be at least 1, got {self.batch}")
         if bool((self.mask & ~self.kept).any()):
             raise ConfigError("a shared channel is missing in the network: the mask must be part of what is kept")
         width, module = int(self.kept.sum()), cast(Any, self.ctx.net.module)
@@ -157,9 +157,9 @@ class StructureContrast:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise ConfigError(f"lam must be a finite number of at least 0, got {self.weight}")
+            raise ConfigError(f"contrast_weight must be a finite number of at least 0, got {self.weight}")
         if self.every < 1:
-            raise ConfigError(f"con_every must be at least 1 step, got {self.every}")
+            raise ConfigError(f"contrast_every must be at least 1 step, got {self.every}")
         if self.scope not in SCOPES:
             raise ConfigError(f"label scope must be one of {', '.join(SCOPES)}, got '{self.scope}'")
 
