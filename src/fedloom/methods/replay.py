@@ -8,8 +8,8 @@ class-incremental learning. A client keeps up to `memory` examples, m = floor(me
   by the features of that model (of length 1), drops those of older classes beyond the first m, and uploads per class
   the sum and the number of its exemplars' features. Inputs never leave it. A client that was away keeps what it had,
   and uses the first m of a class when it takes part again.
-- Training is on new data and exemplars together, of classes that are not among the new ones and by the m of the stage
-  before: cross-entropy over every class seen, and from the second stage on
+- Training is on new data and on exemplars of the client's other classes, m of each by the classes seen before this
+  stage: cross-entropy over every class seen, and from the second stage on
   `distillation` * KL(softmax(t_old / T) || softmax(z_old / T)) from the global model of the end of the last stage.
 - Prediction is by the nearest class mean (`inference="nme"`): score -|f - mu_c|^2, both of length 1, mu_c over the
   exemplars of all clients; -inf for a class without any. It is by logits (`"linear"`) while the model has moved on and

@@ -147,5 +147,5 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_a_negative_weight_is_refused():
-    with pytest.raises(ConfigError, match=r"lambda_reg .* got -0.1"):
+    with pytest.raises(ConfigError, match=r"the weight of the routing alignment must be finite .* got -0.1"):
         RoutingAlignment(-0.1)
