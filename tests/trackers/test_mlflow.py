@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.trackers import Card
+from fedloom.trackers import Card, mlflow
 from fedloom.trackers.following import Following, how_to_see
 from fedloom.trackers.mlflow import SET, Record, _files_of
 
@@ -41,6 +41,19 @@ def test_a_resumed_run_has_every_point_once(resumed: Callable[..., Path], points
     assert (run.info.status, run.info.run_name) == ("FINISHED", "fedavg, seed 0")
     assert run.data.params["stream.tasks"] == "2" and len(run.data.params["config_hash"]) == 64
     assert {f.path for f in client.list_artifacts(run.info.run_id)} == {"config.yaml", "summary.json"}
+
+
+@pytest.mark.parametrize(
+    ("store", "told"),
+    [
+        ("file:///a/b c", "mlflow ui --backend-store-uri 'file:///a/b c'"),
+        ("sqlite:////a/b@c.db", "mlflow ui --backend-store-uri sqlite:////a/b@c.db"),
+        ("postgresql://me:secret@host:5432/db", "mlflow ui --backend-store-uri postgresql://host:5432/db"),
+        ("https://me:secret@host/mlflow", "https://host/mlflow"),
+    ],
+)
+def test_how_a_store_is_seen_tells_no_password(store: str, told: str) -> None:
+    assert mlflow.how_to_see(store) == told
 
 
 def test_runs_share_a_store_that_is_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def mlflow(card: Card) -> Record:
     from mlflow import MlflowClient
 
     client = MlflowClient(where)
-    see = where if where.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(where)}"
+    see = how_to_see(where)
     if card.record is not None:
         client.update_run(card.record, status="RUNNING")
         return Record(client, card.record, see)
@@ -45,6 +45,12 @@ def mlflow(card: Card) -> Record:
     record = Record(client, run.info.run_id, see)
     record.describe({"config_hash": card.config_hash, **dict(_leaves(card.config))})
     return record
+
+
+def how_to_see(store: str) -> str:
+    """The address of a server, or the command that shows another store; without user and password."""
+    told = re.sub(r"(?<=//)[^/@]*@", "", store)
+    return told if told.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(told)}"
 
 
 def _files_of(store: str, folder: Path) -> str | None:
