@@ -1,10 +1,15 @@
 """The test split is stratified, and data without domains keep the fingerprint that they always had."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedloom.core import DataError
-from fedloom.data.source import assemble, held_out
+from fedloom.data.source import assemble, held_out, measure
 
 
 def test_the_split_without_domains_takes_a_fifth_of_every_class():
@@ -45,3 +50,25 @@ def test_unequal_domain_labels_are_refused():
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
     with pytest.raises(DataError, match="the train split has 4 inputs but 3 domain labels"):
         assemble("toy", (x, y, y[:3]), (x, y, y), ("a", "b"), domain_names=("s", "t"))
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_statistics_are_the_floats_next_to_the_exact_ones(number, channels, seed):
+    """No sum of floats, whose order is the processor's: the fingerprint, which names runs, holds these numbers."""
+    x = np.random.default_rng(seed).integers(0, 256, (number, channels, 4, 4), dtype=np.uint8)
+    mean, std = measure(torch.from_numpy(x))
+    for k in range(channels):
+        values = [Fraction(int(v), 255) for v in x[:, k].ravel()]
+        exact = sum(values) / len(values)
+        variance = sum((v - exact) ** 2 for v in values) / len(values)
+        assert mean[k] == float(exact)
+        assert abs(Fraction(std[k]) ** 2 - variance) <= variance * Fraction(1, 2**51)
+
+
+def test_a_constant_channel_is_divided_by_one():
+    x = torch.full((5, 2, 3, 3), 51, dtype=torch.uint8)
+    x[0, 1, 0, 0] = 52
+    mean, std = measure(x)
+    assert mean[0] == 0.2 and std[0] == 1.0 and 0 < std[1] < 0.01
+    assert measure(torch.zeros(4, 3)) == ((), ())
+    assert measure(torch.tensor([[0, 255]], dtype=torch.uint8)) == ((0.5,), (0.5,))

@@ -48,7 +48,8 @@ OPTIMIZERS = [
     SGD(lr=0.1),
     SGD(lr=0.1, momentum=0.9, weight_decay=0.1),
     SGD(lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
-    AdamW(lr=0.02, weight_decay=0.3),
+    # A bias before batch normalisation has the gradient 0 but for rounding, which a small eps would blow up to a step.
+    AdamW(lr=0.02, weight_decay=0.3, eps=1e-3),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,22 +210,27 @@ def held_out(y: np.ndarray, domains: np.ndarray | None = None, *, fraction: floa
 def measure(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel of uint8 inputs scaled to [0, 1]; nothing for float inputs.
 
-    Exact: sums over the 256 possible values. Inputs without a channel dimension get one number. A constant
-    channel gets the deviation 1.
+    From whole-number sums over the 256 possible values, so that every processor finds the same bits, which the
+    fingerprint holds. Inputs without a channel dimension get one number. A constant channel gets the deviation 1.
     """
     if x.dtype != torch.uint8:
         return (), ()
     channels = x.shape[1] if x.dim() == 4 else 1
-    values = torch.arange(256, dtype=torch.float64) / 255
-    counts = torch.zeros(channels, 256, dtype=torch.float64)
+    counts = torch.zeros(channels, 256, dtype=torch.int64)
     for part in x.split(4096):
         planes = part.transpose(0, 1).reshape(channels, -1) if x.dim() == 4 else part.reshape(1, -1)
         counts += torch.stack([torch.bincount(plane, minlength=256) for plane in planes])
-    share = counts / counts.sum(1, keepdim=True)
-    mean = share @ values
-    std = (share @ values.square() - mean.square()).clamp_min(0).sqrt()
-    std = torch.where(std > 1e-6, std, torch.ones_like(std))
-    return tuple(mean.tolist()), tuple(std.tolist())
+    mean, std = zip(*map(_moments, counts.tolist()), strict=True)
+    return tuple(mean), tuple(std)
+
+
+def _moments(counts: Sequence[int]) -> tuple[float, float]:
+    """Mean and deviation of k / 255 over counts of k = 0 ... 255; Python's whole numbers are exact."""
+    number = max(sum(counts), 1)
+    first = sum(k * count for k, count in enumerate(counts))
+    second = sum(k * k * count for k, count in enumerate(counts))
+    std = math.sqrt(second * number - first * first) / (255 * number)
+    return first / (255 * number), std if std > 1e-6 else 1.0
 
 
 def _fingerprint(source: Source) -> str:

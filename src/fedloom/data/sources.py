@@ -26,7 +26,7 @@ from fedloom.data.tables import Table, read_parquet, source_from_tables, split_f
 from fedloom.data.tokens import read_tokenizer
 from fedloom.data.union import domain_names, union
 
-VERSION = 1  # of the decoding; part of every key, so that tensors of an older decoding are never served
+VERSION = 2  # of the decoding; part of every key, so that tensors of an older decoding are never served
 
 
 def load_source(
