@@ -48,7 +48,8 @@ def assert_the_same(path: Path, served: Served, x: np.ndarray) -> torch.nn.Modul
     with torch.no_grad():
         out = net((torch.from_numpy(x) / 255 - mean) / std)
     assert not net.training
-    torch.testing.assert_close(out["logits"], served.scores(x), atol=1e-5, rtol=1e-5)
+    # A network whose maps shrink to one pixel has huge scores, which kernels for other batches round otherwise.
+    torch.testing.assert_close(out["logits"], served.scores(x), atol=1e-5, rtol=1e-4)
     return net
 
 

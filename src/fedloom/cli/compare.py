@@ -102,9 +102,11 @@ def compare(
     The folder is runs/RECIPE/compare unless --out names one. Called again, the same command runs only what is missing
     there: after an interruption, after a failure, for one method or seed more.
     """
+    from fedloom.comparison.jobs import checked
     from fedloom.comparison.planned import plan
     from fedloom.comparison.studies import study
 
+    checked(jobs)
     layer = parts(layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers))
     tell = teller(quiet or as_json)
     asked = study(recipe, joined(methods), joined(seeds), reference, metric, layer).alone()
@@ -145,8 +147,10 @@ def ablate(
     The folder is runs/RECIPE/ablate-METHOD unless --out names one. Called again, the same command runs only what is
     missing there.
     """
+    from fedloom.comparison.jobs import checked
     from fedloom.comparison.planned import plan_ablation
 
+    checked(jobs)
     layer = parts(layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers))
     tell = teller(quiet or as_json)
     given = {"out": out, "reference": reference, "metric": metric, "tell": tell, **layer}
@@ -180,9 +184,7 @@ def _carry_out(
     planned: Planned, tell: Tell, jobs: str, dry_run: bool, as_json: bool, quiet: bool, verbose: bool
 ) -> None:
     from fedloom.comparison import carry_out
-    from fedloom.comparison.jobs import checked
 
-    checked(jobs)
     if dry_run:
         runs = [
             (label, seed, key, planned.state(key)) for label, of in planned.keys.items() for seed, key in of.items()

@@ -80,7 +80,9 @@ def reproduce(
     is held only if the order is the paper's and the 95 % intervals are apart, over three seeds or more.
     """
     from fedloom.claims import chosen
+    from fedloom.comparison.jobs import checked
 
+    checked(jobs)
     tell = teller(quiet or as_json)
     layer = layers(sets=sets, engine=engine, root=data_root, device=device, workers=workers)
     given = {"seeds": joined(seeds), "out": out, "tell": tell, "layer": layer}
