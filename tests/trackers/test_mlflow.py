@@ -53,7 +53,7 @@ def test_a_resumed_run_has_every_point_once(resumed: Callable[..., Path], points
     ],
 )
 def test_how_a_store_is_seen_tells_no_password(store: str, told: str) -> None:
-    assert mlflow.how_to_see(store) == told
+    assert mlflow._shown_by(store) == told
 
 
 def test_runs_share_a_store_that_is_named(tmp_path: Path) -> None:

@@ -209,12 +209,13 @@ def fail_for(failed: Mapping[str, str], total: int) -> None:
 
 def _print(found: Comparison, as_json: bool) -> None:
     from fedloom.report import comparison as report
+    from fedloom.report.pareto import PICTURE
 
     if as_json:
         print_json({**found.summary, "folder": str(found.folder.absolute())})
         return
     show(report.title(found.summary), report.grid(found.summary), report.notes(found.summary))
-    names = (*report.FORMS, report.JSON, "pareto.svg")
+    names = (*report.FORMS, report.JSON, PICTURE)
     say(f"files: {', '.join(str(found.folder / name) for name in names if (found.folder / name).exists())}")
     say(f"folder: {found.folder}")
 

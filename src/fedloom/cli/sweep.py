@@ -123,12 +123,13 @@ def _runs(planned: PlannedSweep) -> list[tuple[str, str, int, str, str]]:
 
 def _print(found: Sweep, as_json: bool) -> None:
     from fedloom.report import sweep as report
+    from fedloom.report.sweep_picture import PICTURE
 
     if as_json:
         print_json({**found.summary, "folder": str(found.folder.absolute())})
         return
     show(report.title(found.summary), report.grid(found.summary), report.notes(found.summary))
-    names = (*report.FORMS, report.JSON, "sweep.svg")
+    names = (*report.FORMS, report.JSON, PICTURE)
     say(f"files: {', '.join(str(found.folder / name) for name in names if (found.folder / name).exists())}")
     say(f"comparisons: {', '.join(str(comparison.folder) for comparison in found.comparisons.values())}")
     say(f"folder: {found.folder}")

@@ -14,6 +14,7 @@ from fedloom.core.errors import ConfigError, FedloomError, RunError
 from fedloom.evaluate.comparison import DOMAIN, RESULTS, budget, compared, lower_is_better
 from fedloom.report import comparison as report
 from fedloom.report import pareto
+from fedloom.report.drawn import attempted
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,8 @@ class Results:
             write_bytes(folder / name, form(self.written).encode())
 
     def draw(self) -> str:
-        """Draw the picture; why that failed, for the numbers are there without it."""
-        try:
-            pareto.save(self.written, self.planned.folder / pareto.PICTURE)
-        except Exception as error:  # of a library that draws, or of the disk
-            return f"{pareto.PICTURE} could not be drawn ({type(error).__name__}: {error})"
-        return ""
+        """Draw the picture; why that failed."""
+        return attempted(pareto.save, self.written, self.planned.folder / pareto.PICTURE)
 
     def comparison(self) -> Comparison:
         """What is there at the end. Raises the error of the only kind there was when no run ended well, and

@@ -24,6 +24,7 @@ from fedloom.report import sweep as report
 from fedloom.report import sweep_picture
 from fedloom.report.columns import p_value
 from fedloom.report.comparison import RUNS
+from fedloom.report.drawn import attempted
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def carry_out_sweep(planned: PlannedSweep, watch: Watch, tell: Tell, jobs: int |
     plans = list(planned.plans.values())
     board = make(plans, hands(jobs, plans, watch, tell), tell, write)
     ended = {label: found for label, found in zip(planned.plans, board.results, strict=True) if found.done}
-    if trouble := _draw(planned, board):
+    summary = content(planned, board.results)
+    if trouble := attempted(sweep_picture.save, summary, planned.folder / sweep_picture.PICTURE):
         tell(trouble)
     if not ended:
         raise no_run_ended(board.results)
@@ -133,16 +135,7 @@ def carry_out_sweep(planned: PlannedSweep, watch: Watch, tell: Tell, jobs: int |
         for key, error in found.failed.items()
     }
     comparisons = {label: found.comparison() for label, found in ended.items()}
-    return Sweep(planned.folder, content(planned, board.results), comparisons, failed)
-
-
-def _draw(planned: PlannedSweep, board: Board) -> str:
-    """Draw the picture; why that failed, for the numbers are there without it."""
-    try:
-        sweep_picture.save(content(planned, board.results), planned.folder / sweep_picture.PICTURE)
-    except Exception as error:  # of a library that draws, or of the disk
-        return f"{sweep_picture.PICTURE} could not be drawn ({type(error).__name__}: {error})"
-    return ""
+    return Sweep(planned.folder, summary, comparisons, failed)
 
 
 def content(planned: PlannedSweep, results: Sequence[Results]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,3 +26,12 @@ def save_svg(made: Figure, path: Path) -> None:
     partial = path.with_name(f".{path.name}.tmp")
     made.savefig(partial, format="svg", metadata={"Date": None})
     partial.replace(path)
+
+
+def attempted(save: Callable[[Mapping[str, Any], Path], bool], content: Mapping[str, Any], path: Path) -> str:
+    """Draw a picture; why that failed, "" if it did not, for the numbers are there without it."""
+    try:
+        save(content, path)
+    except Exception as error:  # of a library that draws, or of the disk
+        return f"{path.name} could not be drawn ({type(error).__name__}: {error})"
+    return ""

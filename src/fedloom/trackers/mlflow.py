@@ -36,7 +36,7 @@ def mlflow(card: Card) -> Record:
     from mlflow import MlflowClient
 
     client = MlflowClient(where)
-    see = how_to_see(where)
+    see = _shown_by(where)
     if card.record is not None:
         client.update_run(card.record, status="RUNNING")
         return Record(client, card.record, see)
@@ -47,7 +47,7 @@ def mlflow(card: Card) -> Record:
     return record
 
 
-def how_to_see(store: str) -> str:
+def _shown_by(store: str) -> str:
     """The address of a server, or the command that shows another store; without user and password."""
     told = re.sub(r"(?<=//)[^/@]*@", "", store)
     return told if told.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(told)}"
